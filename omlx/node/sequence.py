@@ -1,0 +1,60 @@
+"""One sequence as the head knows it: tokens known, issued and computed."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omlx.ids import SeqId
+from omlx.node.step import SamplingParams
+
+
+class Finish(Enum):
+    """Why a sequence ended; the values are the OpenAI words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine is asked: token ids in, token ids out; it knows no text."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_tokens: frozenset[int]
+    """Drawing one of these ends the sequence with Finish.STOP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. A stop token is delivered too, with finish = STOP."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Owned by the scheduler; nobody else writes to it.
+
+    0 <= computed <= issued <= known, where known = len(tokens).
+    """
+
+    id: SeqId
+    request: Request
+    group: int
+    """Sequences of one group decode in the same plan."""
+    tokens: list[int] = field(default_factory=list)
+    """The prompt and the committed answer."""
+    issued: int = 0
+    computed: int = 0
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        return tuple(self.tokens[len(self.request.prompt) :])

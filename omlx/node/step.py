@@ -1,0 +1,105 @@
+"""What travels between the head and the stages: one plan for every stage, one result from the last.
+
+Frozen values, encoded by msgspec; nothing here knows MLX or sockets. Every stage gets the same plans
+in the same order, so the contents of all stages agree without talking about it.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import msgspec
+
+from omlx.ids import Epoch, PlanId, SeqId
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one sequence's next token is drawn. Neutral values switch a part off.
+
+    The order on the last stage: logit_bias, the penalties, temperature, top_k, top_p, min_p, draw.
+    The draw is a function of (seed, position) alone, so neither the number of stages, nor the
+    company in the batch, nor a rewind changes it.
+    """
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer."""
+    presence_penalty: float = 0.0
+    """Subtracted once from tokens already in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted as often as the token is in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    """0 <= seed < 2**63; the head draws one where the client gave none."""
+    top_logprobs: int | None = None
+    """None: no log-probabilities; 0: the drawn token's alone; n: also the n most likely ones'."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the last stage must know which tokens came before."""
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """A run of a sequence's tokens to compute: tokens[0] stands at position `start`."""
+
+    seq: SeqId
+    tokens: tuple[int, ...]
+    start: int
+    """How many of the sequence's tokens are in the caches already."""
+    sample: bool
+    """Draw the next token after it. Only slices of one token are sampled."""
+
+
+class Admit(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence enters: from here on slices may name it."""
+
+    seq: SeqId
+    sampling: SamplingParams
+    prompt: tuple[int, ...]
+    """The prompt's tokens where penalties need them, else empty."""
+    answer: tuple[int, ...]
+    """Tokens generated before a rewind, where penalties need them, else empty."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step, for every stage: drop, admit, compute, in this order."""
+
+    id: PlanId
+    epoch: Epoch
+    drops: tuple[SeqId, ...]
+    admits: tuple[Admit, ...]
+    slices: tuple[Slice, ...]
+
+    def batches(self) -> Iterator[tuple[Slice, ...]]:
+        """The forwards of this step: neighbouring slices of one token together, longer ones alone."""
+        for single, run in groupby(self.slices, key=lambda s: len(s.tokens) == 1):
+            if single:
+                yield tuple(run)
+            else:
+                for one in run:
+                    yield (one,)
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """One drawn token. Log-probabilities are natural logs of the model's own distribution."""
+
+    seq: SeqId
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, logprob), most likely first."""
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """From the last stage: what was drawn, in the order of the plan's sampled slices."""
+
+    plan: PlanId
+    epoch: Epoch
+    sampled: tuple[Sampled, ...]

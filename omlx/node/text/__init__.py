@@ -1,0 +1,1 @@
+"""From token ids to text and back: pure, incremental, one object per answer."""
