@@ -43,9 +43,9 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(default=64, ge=0, le=100_000)
     """Sequences that may wait beyond those; the next is refused with 503 and Retry-After."""
     step_tokens: int = Field(default=512, ge=1, le=65536)
-    """Most tokens computed in one step while nobody is waiting for a next token."""
+    """Most prompt tokens computed in one step while nobody waits for a next token."""
     mixed_step_tokens: int = Field(default=128, ge=1, le=65536)
-    """Most tokens computed in one step while running answers wait for theirs."""
+    """Most prompt tokens computed in one step while running answers wait for their next token."""
     context_tokens: int | None = Field(default=None, ge=16)
     """Longest prompt + answer; default: what the model's config says."""
     keepalive_s: float = Field(default=10.0, gt=0)

@@ -41,9 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_history(self) -> bool:
         """Whether the last stage must know which tokens came before."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,71 @@
+"""A stage as a child process on this machine; the head keeps the other end of its socket.
+
+The child sees the socket close when the head dies, however it dies, and ends itself: no orphans.
+"""
+
+import asyncio
+import ctypes.util
+import os
+import socket
+import sys
+from dataclasses import dataclass
+
+from omlx.node.client import StageProcess
+
+
+@dataclass(slots=True)
+class LocalActor:
+    """A started child. Implements StageProcess."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    process: asyncio.subprocess.Process
+    host: str = "127.0.0.1"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def end(self, within_s: float) -> None:
+        """Wait for its end for so long, then kill it."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.process.wait()
+        except TimeoutError:
+            if self.process.returncode is None:
+                self.process.kill()
+            await self.process.wait()
+
+
+async def place_local(index: int) -> StageProcess:
+    """Start stage `index` as a child of this process."""
+    ours, theirs = socket.socketpair()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "omlx.node.host", "--fd", str(theirs.fileno())),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,  # what a library prints must not mix with the command line's own output
+            env=os.environ | compute_environment(),
+            # Ctrl-C is for the head, which then closes its stages in order.
+            start_new_session=True,
+        )
+    finally:
+        theirs.close()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    return LocalActor(reader, writer, process)
+
+
+def compute_environment() -> dict[str, str]:
+    """What makes a stage compute well on this machine.
+
+    MLX's wheel for Linux links the reference BLAS, which is some 20 times slower on float32 than
+    OpenBLAS. One thread each: stages share the machine, and two threads gained nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return {}
+    library = ctypes.util.find_library("openblas")
+    if library is None:
+        return {}
+    preload = " ".join(part for part in (library, os.environ.get("LD_PRELOAD")) if part)
+    return {"LD_PRELOAD": preload, "OPENBLAS_NUM_THREADS": "1"}

@@ -1,0 +1,187 @@
+"""The head's end of one stage: a conversation over the control socket, and the watch over its life.
+
+It knows a process only by its socket; how the process came to be there is the placement's business.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from omlx.errors import BadModel, CannotSplit, DoesNotFit, LinkLost, Refused, StageLost, TooLate
+from omlx.ids import Epoch
+from omlx.node.step import StepPlan, StepResult
+from omlx.node.wire import (
+    Begin,
+    Begun,
+    Broken,
+    Done,
+    Leave,
+    Load,
+    Loaded,
+    Loading,
+    Ping,
+    Pong,
+    Refusal,
+    Step,
+    ToStage,
+    control_frame,
+    read_for_head,
+)
+
+PING_EVERY_S = 1.0
+SILENT_AFTER_S = 3.0
+"""A stage whose socket thread answers no ping for so long is taken for dead."""
+LEAVE_WITHIN_S = 5.0
+
+LoadProgress = Callable[[int, int], None]
+"""(bytes read, bytes in all)"""
+Event = StepResult | StageLost
+
+
+class StageProcess(Protocol):
+    """A started process that runs a StageHost."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    host: str
+    """Where its neighbours reach it."""
+
+    @property
+    def pid(self) -> int:
+        """On its own machine."""
+
+    async def end(self, within_s: float) -> None:
+        """Wait for its end for so long, then kill it; returns when it is gone."""
+
+
+Placement = Callable[[int], Awaitable[StageProcess]]
+"""Starts the process of the stage with this index."""
+
+
+class StageClient:
+    """One stage, from its start to its end. `lost` says that it is gone for good."""
+
+    def __init__(self, index: int, process: StageProcess, report: Callable[[Event], None]) -> None:
+        self.index = index
+        self.process = process
+        self.loaded: Loaded | None = None
+        self.pong: Pong | None = None
+        self.lost: StageLost | None = None
+        self._report = report
+        self._answer: asyncio.Future[Loaded | Begun] | None = None
+        self._progress: LoadProgress = lambda done, total: None
+        self._epoch: Epoch | None = None
+        self._heard = time.monotonic()
+        self._listening = asyncio.create_task(self._listen(), name=f"stage-{index}-listen")
+        self._pinging: asyncio.Task[None] | None = None
+
+    async def load(self, message: Load, progress: LoadProgress, within_s: float) -> Loaded:
+        """Raises BadModel, CannotSplit, DoesNotFit as the stage says, StageLost when it dies or dawdles."""
+        self._progress = progress
+        answer = await self._ask(message, within_s)
+        assert isinstance(answer, Loaded)
+        self.loaded = answer
+        self._heard = time.monotonic()
+        self._pinging = asyncio.create_task(self._ping(), name=f"stage-{self.index}-ping")
+        return answer
+
+    async def begin(self, message: Begin, within_s: float) -> None:
+        """Enter an epoch. Raises StageLost when the stage or one of its neighbours does not get there."""
+        self._epoch = message.epoch
+        answer = await self._ask(message, within_s)
+        assert isinstance(answer, Begun)
+
+    def send(self, plan: StepPlan) -> None:
+        """Queue a plan for the stage; its loss is reported as an event, not here."""
+        self._write(Step(plan))
+
+    async def close(self, within_s: float = LEAVE_WITHIN_S) -> None:
+        """Ask the process to leave, kill it when it does not, wait until it is gone."""
+        if self.lost is None:
+            self._write(Leave())
+        await self.process.end(within_s if self.lost is None else 0.0)
+        tasks = [task for task in (self._listening, self._pinging) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.process.writer.close()
+
+    async def _ask(self, message: ToStage, within_s: float) -> Loaded | Begun:
+        if self.lost is not None:
+            raise self.lost
+        self._answer = asyncio.get_running_loop().create_future()
+        self._write(message)
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._answer
+        except TimeoutError:
+            late = TooLate(f"stage {self.index} did not answer within {within_s:.0f} s", self.index)
+            self._lose(late)
+            raise late from None
+        finally:
+            self._answer = None
+
+    def _write(self, message: ToStage) -> None:
+        if not self.process.writer.is_closing():
+            self.process.writer.write(control_frame(message))
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                self._take(await read_for_head(self.process.reader))
+        except StageLost as lost:
+            self._lose(LinkLost(f"stage {self.index}: {lost}", self.index))
+
+    def _take(self, message: object) -> None:
+        self._heard = time.monotonic()
+        match message:
+            case Done(result):
+                self._report(result)
+            case Pong():
+                self.pong = message
+            case Loading(done, total):
+                self._progress(done, total)
+            case Loaded() | Begun():
+                self._settle(message)
+            case Refusal(error, text):
+                self._settle(_refused(error, text))
+            case Broken(epoch, text):
+                self._break(epoch, text)
+
+    def _break(self, epoch: Epoch, text: str) -> None:
+        broken = LinkLost(f"stage {self.index}, epoch {epoch}: {text}", self.index)
+        if epoch == self._epoch:  # else a late word about an epoch that is over
+            self._settle(broken)
+            self._report(broken)
+
+    def _settle(self, answer: Loaded | Begun | Exception) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if isinstance(answer, Exception):
+            self._answer.set_exception(answer)
+        else:
+            self._answer.set_result(answer)
+
+    def _lose(self, lost: StageLost) -> None:
+        if self.lost is None:
+            self.lost = lost
+            self._settle(lost)
+            self._report(lost)
+
+    async def _ping(self) -> None:
+        number = 0
+        while self.lost is None:
+            number += 1
+            self._write(Ping(number))
+            await asyncio.sleep(PING_EVERY_S)
+            silent_s = time.monotonic() - self._heard
+            if silent_s > SILENT_AFTER_S:
+                self._lose(TooLate(f"stage {self.index} has been silent for {silent_s:.1f} s", self.index))
+
+
+def _refused(name: str, message: str) -> Refused:
+    kinds: dict[str, type[Refused]] = {"BadModel": BadModel, "CannotSplit": CannotSplit}
+    if name == "DoesNotFit":
+        return DoesNotFit(message, short_bytes=0)
+    return kinds.get(name, BadModel)(message)

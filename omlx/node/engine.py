@@ -1,0 +1,237 @@
+"""One model's engine: requests in, tokens out. It keeps the pipeline full and outlives its stages.
+
+A lost stage ends the epoch: the scheduler rewinds, the pipeline is rebuilt, and every running sequence
+goes on to the same tokens. Clients see a pause.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from omlx.errors import Closed, ModelFailed, OmlxError, Refused, StageLost, TooLate
+from omlx.ids import ModelId, SeqId
+from omlx.node.health import ModelHealth, ModelState
+from omlx.node.pipeline import Pipeline
+from omlx.node.scheduler import Scheduler
+from omlx.node.sequence import Request, Token
+from omlx.node.step import StepResult
+
+log = structlog.get_logger()
+
+DEATHS = 3
+WITHIN_S = 60.0
+"""So many lost epochs within so many seconds mark the model as failed."""
+STALLED_AFTER_S = 30.0
+"""Work on its way without a result for so long is reported as stalled."""
+
+
+class Stream:
+    """One sequence's tokens, in order; an async iterator that ends after the token with a finish.
+
+    Raises ModelFailed or Closed when the engine cannot go on. `aclose` cancels the sequence.
+    """
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+        self._items: asyncio.Queue[Token | OmlxError] = asyncio.Queue()  # bounded by max_tokens
+        self._ended = False
+
+    def put(self, item: Token | OmlxError) -> None:
+        self._items.put_nowait(item)
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Token:
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, OmlxError):
+            self._ended = True
+            raise item
+        self._ended = item.finish is not None
+        return item
+
+    async def aclose(self) -> None:
+        """Nobody wants the rest; safe to call at any time."""
+        self._ended = True
+        self._cancel()
+
+
+class Engine:
+    """Owns the scheduler, the pipeline and the streams; one task moves all three."""
+
+    def __init__(self, model: ModelId, scheduler: Scheduler, pipeline: Pipeline) -> None:
+        self.model = model
+        self.pipeline = pipeline
+        self.failure: OmlxError | None = None
+        self.recovering = False
+        self.recoveries = 0
+        self._scheduler = scheduler
+        self._streams: dict[SeqId, Stream] = {}
+        self._deaths: deque[float] = deque()
+        self._woken = False
+        self._progress = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self, progress: Callable[[int, int], None]) -> None:
+        """Start the stages and the engine's task. Raises Refused or ModelFailed; then nothing runs."""
+        try:
+            await self.pipeline.open(self._scheduler.epoch, progress)
+        except StageLost as lost:
+            raise ModelFailed(f"{self.model}: a stage went while it was loading: {lost}") from lost
+        self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
+        self._task.add_done_callback(self._ended)
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request. Raises Full, ModelFailed or Closed at once."""
+        if self.failure is not None:
+            raise self.failure
+        seq = self._scheduler.add(request)
+        stream = Stream(lambda: self._cancel(seq))
+        self._streams[seq] = stream
+        self._wake()
+        return stream
+
+    def health(self) -> ModelHealth:
+        """Whether this model makes progress, not just whether its processes live."""
+        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        since_s = time.monotonic() - self._progress if running or waiting else None
+        state: ModelState
+        if self.failure is not None:
+            state = "failed"
+        elif self.recovering:
+            state = "recovering"
+        elif since_s is not None and since_s > STALLED_AFTER_S:
+            state = "stalled"
+        else:
+            state = "ready"
+        return ModelHealth(self.model, state, running, waiting, since_s)
+
+    async def close(self) -> None:
+        """End every stream with Closed and every stage's process."""
+        self.failure = self.failure or Closed(f"{self.model}: the server is shutting down")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._fail_streams(self.failure)
+        await self.pipeline.close()
+
+    # ---------------------------------------------------------------- the task
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    await self._serve()
+                except StageLost as lost:
+                    await self._recover(lost)
+        except (ModelFailed, Refused) as failure:
+            self._give_up(failure)
+            await self.pipeline.close()
+
+    async def _serve(self) -> None:
+        """Choose, run, account, until a stage is lost."""
+        while True:
+            while (plan := self._scheduler.next_plan()) is not None:
+                self.pipeline.send(plan)
+            match await self._event():
+                case StepResult() as result if result.epoch == self._scheduler.epoch:
+                    self._deliver(result)
+                case StageLost() as lost:
+                    raise lost
+                case _:
+                    pass  # woken, or a result of an epoch that is over
+
+    async def _event(self) -> object:
+        """The next result, loss or wake-up; with plans on their way, within the step's deadline."""
+        deadline_s = self.pipeline.spec.step_timeout_s if self._scheduler.in_flight else None
+        try:
+            async with asyncio.timeout(deadline_s):
+                event = await self.pipeline.events.get()
+        except TimeoutError:
+            lost = TooLate(f"no stage finished a step within {deadline_s:.0f} s")
+            self.pipeline.give_up(lost)
+            return lost
+        if event is None:
+            self._woken = False
+        return event
+
+    def _deliver(self, result: StepResult) -> None:
+        self._progress = time.monotonic()
+        for seq, token in self._scheduler.commit(result):
+            stream = self._streams[seq]
+            stream.put(token)
+            if token.finish is not None:
+                del self._streams[seq]
+
+    async def _recover(self, lost: StageLost) -> None:
+        """Rewind and rebuild until it holds. Raises ModelFailed after too many losses."""
+        self.recovering = True
+        while True:
+            log.warning("stage lost", model=self.model, why=str(lost), epoch=self._scheduler.epoch)
+            self._count_death(lost)
+            self._scheduler.rewind()
+            started = time.monotonic()
+            try:
+                await self.pipeline.rebuild(self._scheduler.epoch)
+            except StageLost as again:
+                lost = again
+                continue
+            self.recovering = False
+            self.recoveries += 1
+            self._progress = time.monotonic()
+            log.warning(
+                "pipeline rebuilt",
+                model=self.model,
+                epoch=self._scheduler.epoch,
+                seconds=round(time.monotonic() - started, 2),
+                running=len(self._scheduler.running),
+            )
+            return
+
+    def _count_death(self, lost: StageLost) -> None:
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - WITHIN_S:
+            self._deaths.popleft()
+        if len(self._deaths) >= DEATHS:
+            raise ModelFailed(
+                f"{self.model}: its stages died {DEATHS} times within {WITHIN_S:.0f} s, last: {lost}; "
+                "restart the server to try again"
+            )
+
+    # ---------------------------------------------------------------- the streams
+
+    def _cancel(self, seq: SeqId) -> None:
+        if self._streams.pop(seq, None) is not None:
+            self._scheduler.cancel(seq)
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._progress = time.monotonic() if not self._scheduler.in_flight else self._progress
+            self.pipeline.events.put_nowait(None)
+
+    def _give_up(self, failure: OmlxError) -> None:
+        log.error("model failed", model=self.model, why=str(failure))
+        self.failure = failure
+        self.recovering = False
+        self._fail_streams(failure)
+
+    def _fail_streams(self, failure: OmlxError) -> None:
+        streams, self._streams = self._streams, {}
+        for seq, stream in streams.items():
+            self._scheduler.cancel(seq)
+            stream.put(failure)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The task never ends by itself unless the model failed; anything else is a defect of ours,
+        and nobody may wait for ever because of it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("engine stopped", model=self.model, exc_info=error)
+            self._give_up(ModelFailed(f"{self.model}: its engine stopped; restart the server"))

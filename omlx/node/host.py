@@ -1,0 +1,212 @@
+"""A stage's process: `python -m omlx.node.host --fd N`. The head is at the other end of the socket N.
+
+The main thread computes; one thread reads the control socket and answers pings at once, so that a
+stage in a long step is told from a dead one. When the head's end closes, the process ends.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from queue import Queue
+from typing import NoReturn
+
+import mlx.core as mx
+
+from omlx.errors import BadModel, StageLost
+from omlx.node.links import Link, MxLink, TcpLink
+from omlx.node.loader import load_span
+from omlx.node.stage import Stage
+from omlx.node.step import StepPlan
+from omlx.node.wire import (
+    Begin,
+    Begun,
+    Broken,
+    Done,
+    Leave,
+    Load,
+    Loaded,
+    Loading,
+    Ping,
+    Pong,
+    Refusal,
+    Step,
+    ToHead,
+    ToStage,
+    control_frame,
+    read_for_stage,
+)
+
+INBOX = 1024
+"""Control messages that may wait; the head never has more plans in flight than there are stages."""
+
+
+class StageHost:
+    """Owns the control socket, the listener for the neighbour before, and the stage."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._sending = threading.Lock()
+        self._inbox: Queue[ToStage] = Queue(INBOX)
+        self._listener: socket.socket | None = None
+        self._stage: Stage | None = None
+        self._group: mx.distributed.Group | None = None
+        self._rows = self._steps = 0
+        self._busy_s = 0.0
+
+    def run(self) -> None:
+        """Serve until the head says Leave or goes away."""
+        threading.Thread(target=self._read, name="control-in", daemon=True).start()
+        while True:
+            message = self._inbox.get()
+            match message:
+                case Load():
+                    self._load(message)
+                case Begin():
+                    self._begin(message)
+                case Step(plan):
+                    self._step(plan)
+                case Leave():
+                    return
+                case Ping():
+                    raise AssertionError("the socket thread answers pings")
+
+    # ---------------------------------------------------------------- the socket thread
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = read_for_stage(self._control)
+                if isinstance(message, Ping):
+                    self._send(self._pong(message.number))
+                else:
+                    self._inbox.put(message)
+        except StageLost:
+            # The head is gone, and with it everybody whom an answer would reach. The compute thread
+            # may be deep in a step or a hung group: only the process's end is certain.
+            os._exit(0)
+
+    def _pong(self, number: int) -> Pong:
+        return Pong(number, self._rows, self._steps, self._busy_s, mx.get_active_memory(), peak_rss_bytes())
+
+    def _send(self, message: ToHead) -> None:
+        with self._sending:
+            try:
+                self._control.sendall(control_frame(message))
+            except OSError:
+                os._exit(0)
+
+    # ---------------------------------------------------------------- the compute thread
+
+    def _load(self, load: Load) -> None:
+        share_gpu_memory(load.memory_share)
+        try:
+            if load.ring:
+                self._group = join_group(load.ring, load.rank, load.backend)
+            cut = load_span(Path(load.folder), load.start, load.end, self._loading)
+        except BadModel as error:
+            self._send(Refusal(type(error).__name__, str(error)))
+            return
+        self._stage = Stage(cut)
+        self._listener = socket.create_server((load.listen_host, 0), backlog=8)
+        port: int = self._listener.getsockname()[1]
+        self._send(Loaded(port, mx.get_active_memory(), peak_rss_bytes()))
+
+    def _loading(self, done: int, total: int) -> None:
+        self._send(Loading(done, total))
+
+    def _begin(self, begin: Begin) -> None:
+        assert self._stage is not None
+        self._stage.close()
+        self._rows = 0
+        try:
+            source, sink = self._neighbours(begin)
+        except StageLost as lost:
+            self._send(Broken(begin.epoch, str(lost)))
+            return
+        self._stage.begin(begin.epoch, source, sink)
+        self._send(Begun(begin.epoch))
+
+    def _neighbours(self, begin: Begin) -> tuple[Link | None, Link | None]:
+        if self._group is not None:
+            rank, stream = self._group.rank(), mx.new_stream(mx.cpu)
+            before = MxLink(self._group, rank - 1, stream, give_up) if begin.upstream else None
+            behind = MxLink(self._group, rank + 1, stream, give_up) if begin.downstream else None
+            return before, behind
+        # Connect first: nobody waits in a circle, since the last stage has only to accept.
+        assert self._listener is not None
+        sink = source = None
+        if begin.downstream is not None:
+            sink = TcpLink.connect(begin.downstream, begin.epoch, begin.secret, begin.deadline_s)
+        if begin.upstream:
+            source = TcpLink.accept(self._listener, begin.epoch, begin.secret, begin.deadline_s)
+        return source, sink
+
+    def _step(self, plan: StepPlan) -> None:
+        assert self._stage is not None
+        if plan.epoch != self._stage.epoch:
+            return  # sent before the head knew that this epoch was over
+        started = time.perf_counter()
+        try:
+            result = self._stage.step(plan)
+        except StageLost as lost:
+            self._stage.close()
+            self._send(Broken(plan.epoch, str(lost)))
+            return
+        self._busy_s += time.perf_counter() - started
+        self._steps += 1
+        self._rows = len(self._stage.rows)
+        if result is not None:
+            self._send(Done(result))
+
+
+def give_up(lost: StageLost) -> NoReturn:
+    """A broken mx.distributed group cannot be mended in its process."""
+    sys.stderr.write(f"stage: {lost}\n")
+    os._exit(3)
+
+
+def join_group(ring: tuple[str, ...], rank: int, backend: str) -> mx.distributed.Group:
+    """Waits without limit and holds the GIL: the head's load deadline ends a group that never forms."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as hosts:
+        json.dump([[address] for address in ring], hosts)
+    os.environ["MLX_HOSTFILE"], os.environ["MLX_RANK"] = hosts.name, str(rank)
+    try:
+        return mx.distributed.init(strict=True, backend=backend)
+    except RuntimeError as error:
+        raise BadModel(f"link {backend}: mx.distributed cannot start it here: {error}") from error
+    finally:
+        Path(hosts.name).unlink()
+
+
+def share_gpu_memory(share: float) -> None:
+    """This process's part of the GPU's limits, so that several never wire more than the machine bears."""
+    if not mx.metal.is_available():
+        return
+    recommended = int(mx.device_info()["max_recommended_working_set_size"])
+    mx.set_wired_limit(int(recommended * share))
+    mx.set_memory_limit(int(recommended * share))
+    mx.set_cache_limit(int(recommended * share / 8))
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process ever had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main() -> None:
+    """The process's frame: whatever is not in our error tree ends it, with a traceback."""
+    parser = argparse.ArgumentParser(description="One stage of a model; started by the head.")
+    parser.add_argument("--fd", type=int, required=True, help="the control socket's file descriptor")
+    StageHost(socket.socket(fileno=parser.parse_args().fd)).run()
+
+
+if __name__ == "__main__":
+    main()

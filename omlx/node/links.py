@@ -1,0 +1,253 @@
+"""How a hidden state gets from one stage to the next: `give` here, `take` there.
+
+Three ways behind the same two methods: `TcpLink`, framed sockets with a thread each; `QueueLink`, in
+memory, for stages in one process; `MxLink`, over mx.distributed (ring, or JACCL on Thunderbolt RDMA).
+"""
+
+import hmac
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, Full, Queue
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from omlx.errors import LinkLost, OutOfStep, StageLost, TooLate
+from omlx.ids import Epoch, PlanId
+from omlx.node.wire import (
+    DTYPES,
+    HELLO,
+    HIDDEN,
+    Header,
+    Tag,
+    pack_header,
+    parse_header,
+    read_exactly,
+    read_frame,
+)
+from omlx.node.wire import HEADER as HEADER_LAYOUT
+
+DEPTH = 4
+"""Hidden states that may lie on each side of a link: a slow neighbour pushes back, nothing piles up."""
+
+
+class Link(Protocol):
+    """One direction between two neighbours."""
+
+    def give(self, tag: Tag, hidden: mx.array) -> None:
+        """Hand over an evaluated hidden state [B, L, hidden]. Raises LinkLost, TooLate."""
+
+    def take(self, tag: Tag) -> mx.array:
+        """Wait for the hidden state with this tag. Raises LinkLost, TooLate, OutOfStep."""
+
+    def close(self) -> None:
+        """Let go of both ends' resources here; safe to call twice."""
+
+
+def _same(tag: Tag, wanted: Tag) -> None:
+    if tag != wanted:
+        raise OutOfStep(f"a hidden state of {tag} came where {wanted} was due")
+
+
+@dataclass(slots=True)
+class QueueLink:
+    """Both ends in one process; bounded, with the same deadline rules as a socket."""
+
+    deadline_s: float
+    _items: Queue[tuple[Tag, mx.array]] = field(default_factory=lambda: Queue(DEPTH))
+
+    def give(self, tag: Tag, hidden: mx.array) -> None:
+        try:
+            self._items.put((tag, hidden), timeout=self.deadline_s)
+        except Full:
+            raise TooLate("the next stage takes nothing") from None
+
+    def take(self, tag: Tag) -> mx.array:
+        try:
+            found, hidden = self._items.get(timeout=self.deadline_s)
+        except Empty:
+            raise TooLate("the stage before gives nothing") from None
+        _same(found, tag)
+        return hidden
+
+    def close(self) -> None:
+        pass
+
+
+# ------------------------------------------------------------------ our own framed sockets
+
+
+class TcpLink:
+    """One TCP connection and one thread: a writer on the giving side, a reader on the taking side.
+
+    Bytes of a hidden state are copied once on the way in and not at all on the way out.
+    """
+
+    def __init__(self, sock: socket.socket, deadline_s: float, *, reads: bool) -> None:
+        self._sock = sock
+        self._deadline_s = deadline_s
+        self._out: Queue[tuple[bytes, memoryview] | None] = Queue(DEPTH)
+        self._in: Queue[tuple[Header, bytearray] | StageLost] = Queue(DEPTH)
+        self._lost: StageLost | None = None
+        self._thread = threading.Thread(
+            target=self._read if reads else self._write, name="link-in" if reads else "link-out", daemon=True
+        )
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def connect(cls, address: tuple[str, int], epoch: Epoch, secret: bytes, deadline_s: float) -> "TcpLink":
+        """The giving side. Shows the epoch and the secret first."""
+        try:
+            sock = socket.create_connection(address, timeout=deadline_s)
+            sock.sendall(pack_header(HELLO, Tag(epoch, PlanId(0), 0), len(secret)) + secret)
+        except OSError as error:
+            raise LinkLost(f"cannot reach the next stage at {address[0]}:{address[1]}: {error}") from error
+        return cls(sock, deadline_s, reads=False)._started()
+
+    @classmethod
+    def accept(cls, listener: socket.socket, epoch: Epoch, secret: bytes, deadline_s: float) -> "TcpLink":
+        """The taking side. Whoever does not show this epoch and the secret is hung up on."""
+        listener.settimeout(deadline_s)
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                raise TooLate("the stage before did not connect") from error
+            sock.settimeout(deadline_s)
+            if _shown(sock, epoch, secret):
+                return cls(sock, deadline_s, reads=True)._started()
+            sock.close()
+
+    def _started(self) -> "TcpLink":
+        self._thread.start()
+        return self
+
+    def give(self, tag: Tag, hidden: mx.array) -> None:
+        if self._lost is not None:
+            raise self._lost
+        name = str(hidden.dtype).removeprefix("mlx.core.")
+        # numpy's protocol knows no bfloat16, and a strided view no plain bytes.
+        plain = mx.contiguous(hidden.view(mx.uint16) if name == "bfloat16" else hidden)
+        mx.eval(plain)
+        body = memoryview(plain).cast("B")  # type: ignore[arg-type]
+        b, n, h = hidden.shape
+        header = pack_header(HIDDEN, tag, len(body), DTYPES.index(name), (b, n, h))
+        try:
+            self._out.put((header, body), timeout=self._deadline_s)
+        except Full:
+            raise TooLate("the next stage takes nothing") from None
+
+    def take(self, tag: Tag) -> mx.array:
+        try:
+            item = self._in.get(timeout=self._deadline_s)
+        except Empty:
+            raise TooLate("the stage before gives nothing") from None
+        if isinstance(item, StageLost):
+            raise item
+        header, body = item
+        _same(header.tag, tag)
+        return _array(header, body)
+
+    def close(self) -> None:
+        with suppress(Full):  # then the writer ends at the closed socket instead
+            self._out.put_nowait(None)
+        with suppress(OSError):  # the other side was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        with suppress(Empty):  # a reader that waits for room sees the closed socket next
+            while True:
+                self._in.get_nowait()
+
+    def _write(self) -> None:
+        while (item := self._out.get()) is not None:
+            header, body = item
+            try:
+                if len(body) < 65536:
+                    self._sock.sendall(header + body)
+                else:
+                    self._sock.sendall(header)
+                    self._sock.sendall(body)
+            except OSError as error:
+                self._lost = LinkLost(f"the next stage is gone: {error}")
+                return
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._in.put(read_frame(self._sock))
+        except StageLost as lost:
+            self._in.put(lost)
+
+
+def _shown(sock: socket.socket, epoch: Epoch, secret: bytes) -> bool:
+    """Whether the one who connected showed the epoch and the secret."""
+    head = bytearray(HEADER_LAYOUT.size)
+    try:
+        read_exactly(sock, memoryview(head))
+        header = parse_header(head)
+        if header.kind != HELLO or header.tag.epoch != epoch or header.length != len(secret):
+            return False
+        shown = bytearray(header.length)
+        read_exactly(sock, memoryview(shown))
+    except StageLost:
+        return False
+    return hmac.compare_digest(bytes(shown), secret)
+
+
+def _array(header: Header, body: bytearray) -> mx.array:
+    name = DTYPES[header.dtype]
+    numpy_name = "uint16" if name == "bfloat16" else name
+    array = mx.array(np.frombuffer(body, dtype=numpy_name).reshape(header.shape))
+    return array.view(mx.bfloat16) if name == "bfloat16" else array
+
+
+# ------------------------------------------------------------------ mx.distributed
+
+
+@dataclass(slots=True)
+class MxLink:
+    """Over an mx.distributed group, on the compute thread.
+
+    The group has no framing, so a header of six int32 travels first. It has no deadline either: a peer
+    that vanishes hangs the process, and the head, which misses the step's result, kills it. The first
+    error is fatal to the process: a second receive on a broken group hangs for ever.
+    """
+
+    group: mx.distributed.Group
+    peer: int
+    """The neighbour's rank."""
+    stream: mx.Stream
+    fatal: Callable[[StageLost], None]
+    """Called with the first error; ends the process."""
+
+    def give(self, tag: Tag, hidden: mx.array) -> None:
+        name = str(hidden.dtype).removeprefix("mlx.core.")
+        head = mx.array([tag.epoch, tag.plan, tag.part, DTYPES.index(name), *hidden.shape], mx.int32)
+        try:
+            for array in (head, hidden):
+                mx.eval(mx.distributed.send(array, self.peer, group=self.group, stream=self.stream))
+        except RuntimeError as error:
+            self.fatal(LinkLost(f"mx.distributed: {error}"))
+
+    def take(self, tag: Tag) -> mx.array:
+        try:
+            head = mx.distributed.recv((7,), mx.int32, self.peer, group=self.group, stream=self.stream)
+            fields: list[int] = head.tolist()  # type: ignore[assignment]
+            epoch, plan, part, dtype, b, n, h = fields
+            _same(Tag(Epoch(epoch), PlanId(plan), part), tag)
+            hidden = mx.distributed.recv(
+                (b, n, h), getattr(mx, DTYPES[dtype]), self.peer, group=self.group, stream=self.stream
+            )
+            mx.eval(hidden)
+        except RuntimeError as error:
+            self.fatal(LinkLost(f"mx.distributed: {error}"))
+            raise
+        return hidden
+
+    def close(self) -> None:
+        pass

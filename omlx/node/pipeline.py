@@ -1,0 +1,155 @@
+"""The stages of one model, in order: started, joined for an epoch, fed with plans, started again.
+
+It carries plans out and results in; what they are about is the scheduler's business.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from omlx.errors import Refused, StageLost
+from omlx.ids import Epoch
+from omlx.node.client import Event, Placement, StageClient
+from omlx.node.step import StepPlan
+from omlx.node.wire import Begin, Load
+
+T = TypeVar("T")
+
+BEGIN_WITHIN_S = 10.0
+"""Joining the neighbours: connections alone, no data."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """What to run where."""
+
+    folder: Path
+    spans: tuple[tuple[int, int | None], ...]
+    """Half-open layer spans, one a stage, in order; an end of None means all the rest."""
+    load_timeout_s: float
+    step_timeout_s: float
+    link: str = "tcp"
+    ring: tuple[str, ...] = ()
+    """"host:port" of every stage where the link is mx.distributed's."""
+    memory_shares: tuple[float, ...] = ()
+    """Each stage's part of its machine's GPU limits; empty: equal parts of one machine."""
+
+
+class Pipeline:
+    """Owns the stage clients. `events` gives results in plan order, and every loss."""
+
+    def __init__(self, spec: PipelineSpec, place: Placement) -> None:
+        self.spec = spec
+        self.events: asyncio.Queue[Event | None] = asyncio.Queue()
+        """None only wakes whoever waits."""
+        self.stages: list[StageClient] = []
+        self._place = place
+        self._read: list[tuple[int, int]] = []
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(stage.loaded.weight_bytes for stage in self.stages if stage.loaded is not None)
+
+    async def open(self, epoch: Epoch, progress: Callable[[int, int], None]) -> None:
+        """Start and load every stage side by side, then begin the first epoch.
+
+        Raises Refused as a stage says, StageLost; whatever was started is ended again.
+        """
+        try:
+            self._read = [(0, 0)] * len(self.spec.spans)
+            self.stages = await _all(self._start(i, progress) for i in range(len(self.spec.spans)))
+            await self._begin(epoch)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def rebuild(self, epoch: Epoch) -> None:
+        """After a loss: start the dead stages again, keep the others' weights, begin `epoch`.
+
+        Raises StageLost when another one goes meanwhile.
+        """
+        dead = [stage for stage in self.stages if stage.lost is not None]
+        if self.spec.ring:
+            dead = list(self.stages)  # a group of mx.distributed cannot be joined twice
+        await _all(stage.close(within_s=0.0) for stage in dead)
+        fresh = await _all(self._start(stage.index, lambda done, total: None) for stage in dead)
+        for stage in fresh:
+            self.stages[stage.index] = stage
+        await self._begin(epoch)
+        while not self.events.empty():  # of epochs that are over; a loss since then shows in `lost`
+            self.events.get_nowait()
+        for stage in self.stages:
+            if stage.lost is not None:
+                raise stage.lost
+
+    def send(self, plan: StepPlan) -> None:
+        """The same plan to every stage."""
+        for stage in self.stages:
+            stage.send(plan)
+
+    def give_up(self, lost: StageLost) -> None:
+        """No stage answers for a step: none of them can be trusted with another epoch."""
+        for stage in self.stages:
+            stage.lost = stage.lost or lost
+
+    async def close(self) -> None:
+        stages, self.stages = self.stages, []
+        await asyncio.gather(*(stage.close() for stage in stages))
+
+    async def _start(self, index: int, progress: Callable[[int, int], None]) -> StageClient:
+        process = await self._place(index)
+        client = StageClient(index, process, self.events.put_nowait)
+        start, end = self.spec.spans[index]
+        shares = self.spec.memory_shares or (1.0 / len(self.spec.spans),) * len(self.spec.spans)
+
+        def told(done: int, total: int) -> None:
+            self._read[index] = (done, total)
+            progress(sum(d for d, _ in self._read), sum(t for _, t in self._read))
+
+        load = Load(
+            folder=str(self.spec.folder),
+            start=start,
+            end=end,
+            listen_host=process.host,
+            memory_share=shares[index],
+            ring=self.spec.ring,
+            rank=index,
+            backend=self.spec.link,
+        )
+        try:
+            await client.load(load, told, self.spec.load_timeout_s)
+        except (StageLost, Refused):
+            await client.close(within_s=0.0)
+            raise
+        return client
+
+    async def _begin(self, epoch: Epoch) -> None:
+        """All at once: each connects to the one behind it and is connected to by the one before."""
+        secret = secrets.token_bytes(32)
+        behind = [*self.stages[1:], None]
+
+        def message(stage: StageClient, next_stage: StageClient | None) -> Begin:
+            downstream = None
+            if next_stage is not None and next_stage.loaded is not None:
+                downstream = (next_stage.process.host, next_stage.loaded.port)
+            return Begin(epoch, stage.index > 0, downstream, secret, BEGIN_WITHIN_S)
+
+        await _all(
+            stage.begin(message(stage, after), 2 * BEGIN_WITHIN_S)
+            for stage, after in zip(self.stages, behind, strict=True)
+        )
+
+
+async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for every one of them, then raise the first error: nothing is left running behind it.
+
+    A refusal goes before a loss: it says why the others went.
+    """
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: not isinstance(error, Refused))
+    return [result for result in results if not isinstance(result, BaseException)]

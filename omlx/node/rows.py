@@ -1,0 +1,106 @@
+"""Which sequences' caches lie together: a stage's running state, regrouped as plans ask.
+
+Rows that decode together share one batch cache; a row alone has the plain cache of its family. Both are
+mlx-lm's own classes. Every stage sees the same plans, so the rows of all stages lie alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from omlx.errors import OutOfStep
+from omlx.ids import SeqId
+from omlx.node.slicing import Cut
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows in order, and one cache per layer that holds them all."""
+
+    rows: list[SeqId]
+    caches: list[Any]
+
+
+@dataclass(slots=True)
+class Rows:
+    """Owned by the stage's compute thread."""
+
+    cut: Cut
+    _batch_of: dict[SeqId, Batch] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._batch_of)
+
+    def clear(self) -> None:
+        self._batch_of.clear()
+
+    def admit(self, seq: SeqId) -> None:
+        self._batch_of[seq] = Batch([seq], self.cut.make_caches())
+
+    def drop(self, seq: SeqId) -> None:
+        """Forget a row; those that shared its batch stay as they are."""
+        batch = self._find(seq)
+        del self._batch_of[seq]
+        self._keep(batch, [i for i, row in enumerate(batch.rows) if row != seq])
+
+    def together(self, wanted: Sequence[SeqId]) -> list[Any]:
+        """The caches, one per layer, whose rows are exactly `wanted`, in this order.
+
+        Costs nothing while the membership stays the same. Raises OutOfStep for an unknown sequence.
+        """
+        rows = list(wanted)
+        batch = self._find(rows[0])
+        if batch.rows == rows:
+            return batch.caches
+        if rows[: len(batch.rows)] == batch.rows:
+            newcomers = rows[len(batch.rows) :]
+        else:
+            batch, newcomers = self._alone(rows[0]), rows[1:]
+        joined = self._join(batch, [self._alone(seq) for seq in newcomers]) if newcomers else batch
+        for seq in rows:
+            self._batch_of[seq] = joined
+        return joined.caches
+
+    def _find(self, seq: SeqId) -> Batch:
+        try:
+            return self._batch_of[seq]
+        except KeyError:
+            raise OutOfStep(f"the plan names sequence {seq}, which is not here") from None
+
+    def _alone(self, seq: SeqId) -> Batch:
+        """The row in a batch of its own, taken out of the one it shared."""
+        batch = self._find(seq)
+        if len(batch.rows) == 1:
+            return batch
+        place = batch.rows.index(seq)
+        single = Batch([seq], [cache.extract(place) for cache in batch.caches])
+        self._batch_of[seq] = single
+        self._keep(batch, [i for i in range(len(batch.rows)) if i != place])
+        return single
+
+    def _keep(self, batch: Batch, places: list[int]) -> None:
+        """Cut a batch down to the rows at `places`. A last row goes back to its family's plain cache,
+        which is faster and computes bit for bit what it would alone."""
+        batch.rows = [batch.rows[i] for i in places]
+        if len(places) == 1:
+            batch.caches = [cache.extract(places[0]) for cache in batch.caches]
+        elif places:
+            index = mx.array(places)
+            for cache in batch.caches:
+                cache.filter(index)
+        else:
+            batch.caches = []
+
+    @staticmethod
+    def _join(batch: Batch, others: list[Batch]) -> Batch:
+        rows = batch.rows + [other.rows[0] for other in others]
+        singles = zip(*(other.caches for other in others), strict=True)
+        if len(batch.rows) == 1:
+            caches = [own.merge([own, *more]) for own, more in zip(batch.caches, singles, strict=True)]
+            return Batch(rows, caches)
+        for own, more in zip(batch.caches, singles, strict=True):
+            own.extend(more[0].merge(list(more)))
+        batch.rows = rows
+        return batch

@@ -1,0 +1,248 @@
+"""Cut any mlx-lm model to a span of layers by swapping modules; the model's own forward keeps running.
+
+Layers outside the span become `Skip`. The one before the span injects the hidden state that came from
+the neighbour, the one after it captures what goes to the next. Masks, scales and caps stay the model's
+own, so a cut model computes bit for bit what the whole one does. MLX is lazy: what is built behind the
+captured state is never computed.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from omlx.errors import CannotSplit
+
+CUTTABLE = frozenset(
+    {
+        *(
+            "cohere2",
+            "deepseek_v2",
+            "deepseek_v3",
+            "falcon_h1",
+            "gemma2",
+            "gemma3",
+            "gemma3_text",
+            "gemma4_text",
+        ),
+        *("glm4_moe", "gpt_oss", "granite", "jamba", "lfm2", "llama", "llama4_text", "ministral3", "mistral"),
+        *("mixtral", "nemotron_h", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next"),
+    }
+)
+"""The families whose cuts were compared with the whole model (tests/node/test_slicing.py and docs)."""
+
+HEADS = ("lm_head", "output", "head")
+
+
+@dataclass(slots=True)
+class Box:
+    """Where the swapped modules find and leave the hidden state of the forward that is being built."""
+
+    given: mx.array | None = None
+    taken: mx.array | None = None
+
+
+class Skip(nn.Module):
+    """Stands for a layer outside the span; carries its plain attributes, because forwards read them."""
+
+    def __init__(self, layer: nn.Module, box: Box, *, injects: bool, captures: bool) -> None:
+        super().__init__()
+        for name, value in [*vars(layer).items(), *layer.items()]:
+            if not name.startswith("_") and isinstance(value, (bool, int, float, str, type(None))):
+                setattr(self, name, value)
+        # Past nn.Module's own attributes, which are parameters.
+        object.__setattr__(self, "_box", box)
+        object.__setattr__(self, "_injects", injects)
+        object.__setattr__(self, "_captures", captures)
+        object.__setattr__(self, "_triple", "gemma4" in type(layer).__module__)
+
+    def __call__(self, x: Any = None, *_: Any, **named: Any) -> Any:
+        h = x if x is not None else named.get("hidden_states", named.get("h"))
+        if self._injects:
+            h = self._box.given
+        if self._captures:
+            self._box.taken = h
+        return (h, None, None) if self._triple else h
+
+
+class EmbeddingStub(nn.Module):
+    """The embedding on a later stage: only its shape and dtype count, for the masks."""
+
+    def __init__(self, box: Box, real: nn.Module | None) -> None:
+        super().__init__()
+        object.__setattr__(self, "_box", box)
+        if real is not None:
+            self.real = real
+
+    def __call__(self, _: mx.array) -> mx.array:
+        # A fresh array: some forwards scale it in place and would spoil the received one.
+        return mx.zeros_like(self._box.given)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The tied head, on the last stage."""
+        out: mx.array = self.real.as_linear(x) if "real" in self else x
+        return out
+
+    @property
+    def weight(self) -> mx.array:
+        weight: mx.array = self.real.weight
+        return weight
+
+
+class Identity(nn.Module):
+    """The head on a stage that is not the last; its result is thrown away unevaluated."""
+
+    def __call__(self, x: mx.array, *_: Any, **__: Any) -> mx.array:
+        return x
+
+
+@dataclass(slots=True)
+class Cut:
+    """A model cut to layers [start, end): tokens or hidden states in, hidden states or logits out."""
+
+    model: nn.Module
+    start: int
+    end: int
+    layers: int
+    box: Box
+    prototypes: list[Any]
+    """An empty cache for every cache slot of the whole model."""
+    slots: list[int]
+    """The layer that owns each cache slot; some families have layers without one."""
+    _kinds: list[Any] = field(default_factory=list)
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.end == self.layers
+
+    def make_caches(self) -> list[Any]:
+        """Fresh caches of one sequence, for the span's own slots."""
+        return [
+            deepcopy(cache)
+            for slot, cache in zip(self.slots, self.prototypes, strict=True)
+            if self.start <= slot < self.end
+        ]
+
+    def __call__(self, x: mx.array, caches: list[Any]) -> mx.array:
+        """Build one forward, lazily.
+
+        x: token ids [B, L] on the first stage, else the neighbour's hidden state [B, L, hidden].
+        Returns logits [B, L, vocabulary] on the last stage, else the hidden state [B, L, hidden].
+        """
+        tokens = x
+        if not self.first:
+            self.box.given = x
+            tokens = mx.zeros(x.shape[:2], mx.int32)
+        out: mx.array = self.model(tokens, cache=self._full(caches))
+        if not self.last:
+            assert self.box.taken is not None
+            out = self.box.taken
+        self.box.given = self.box.taken = None
+        return out
+
+    def _full(self, caches: list[Any]) -> list[Any]:
+        """The list as long as the whole model's. Forwards make their masks from slots of their choice,
+        so every slot outside the span aliases one of the same kind inside it."""
+        if len(caches) == len(self.prototypes):
+            return caches
+        if not self._kinds:
+            self._kinds = [_kind(cache) for cache in self.prototypes]
+        inside = [self.start <= slot < self.end for slot in self.slots]
+        own = iter(caches)
+        full = [next(own) if mine else None for mine in inside]
+        by_kind: dict[Any, Any] = {}
+        for kind, cache in zip(self._kinds, full, strict=True):
+            if cache is not None:
+                by_kind.setdefault(kind, cache)
+        return [
+            cache if cache is not None else by_kind.get(kind, prototype)
+            for cache, kind, prototype in zip(full, self._kinds, self.prototypes, strict=True)
+        ]
+
+
+def refuse_uncuttable(model_type: str, config: dict[str, Any]) -> None:
+    """Raises CannotSplit, naming the family, where a cut would be wrong or was never compared."""
+    text = config.get("text_config", config)
+    if text.get("num_kv_shared_layers") or text.get("hidden_size_per_layer_input"):
+        raise CannotSplit(
+            f"{model_type}: its layers share keys and values or read their own embeddings, so it cannot be "
+            "split; serve it with --stages 1"
+        )
+    if model_type not in CUTTABLE:
+        raise CannotSplit(
+            f"{model_type}: splitting this family was never checked against the whole model; "
+            "serve it with --stages 1"
+        )
+
+
+def cut_model(model: nn.Module, start: int, end: int) -> Cut:
+    """Swap the modules of `model` in place so that only layers [start, end) remain.
+
+    Raises CannotSplit where the layer list or its caches do not have the usual shape.
+    """
+    prototypes = make_prompt_cache(model)
+    owner, name, layers = _layer_list(model)
+    slots = _slots(layers, len(prototypes))
+    box = Box()
+    cut = Cut(model, start, end, len(layers), box, prototypes, slots)
+    if cut.first and cut.last:
+        return cut
+    owner[name] = [
+        layer if start <= i < end else Skip(layer, box, injects=i == start - 1, captures=i == end)
+        for i, layer in enumerate(layers)
+    ]
+    heads = list(_heads(model))
+    if not cut.first:
+        for key, module in list(owner.items()):
+            if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
+                owner[key] = EmbeddingStub(box, module if cut.last and not heads else None)
+    if not cut.last:
+        for module, key in heads:
+            module[key] = Identity()
+    return cut
+
+
+def _layer_list(model: nn.Module) -> tuple[nn.Module, str, list[nn.Module]]:
+    """The module that owns the list behind `model.layers` (which may be a copy), its key, the list."""
+    wanted = getattr(model, "layers", None)
+    for _, module in model.named_modules():
+        for key, value in module.items():
+            if not (isinstance(value, list) and value and isinstance(value[0], nn.Module)):
+                continue
+            if wanted is None or (len(value) == len(wanted) and value[0] is wanted[0]):
+                return module, key, value
+    raise CannotSplit(f"{type(model).__module__}: no list of layers found; serve it with --stages 1")
+
+
+def _slots(layers: list[nn.Module], caches: int) -> list[int]:
+    if caches == len(layers):
+        return list(range(caches))
+    owning = [i for i, layer in enumerate(layers) if getattr(layer, "block_type", None) in ("M", "*")]
+    if len(owning) != caches:
+        raise CannotSplit(
+            f"{caches} caches for {len(layers)} layers: unknown layout; serve it with --stages 1"
+        )
+    return owning
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for _, module in model.named_modules():
+        for key, value in module.items():
+            if key in HEADS and isinstance(value, nn.Module):
+                yield module, key
+
+
+def _kind(cache: Any) -> Any:
+    """What two caches must share to stand in for each other when masks are made."""
+    if isinstance(cache, CacheList):
+        return tuple(_kind(part) for part in cache.caches)
+    arrays = len(cache.cache) if isinstance(cache, ArraysCache) else None
+    return type(cache).__name__.removeprefix("Batch"), getattr(cache, "max_size", None), arrays

@@ -1,0 +1,231 @@
+"""Frames on a socket: a fixed header, then bytes. And the messages that the control frames carry.
+
+One framing serves the control socket (head <-> stage, msgpack messages) and the links between
+neighbours (hidden states as raw bytes). Blocking reads for the stage's threads, a coroutine for the
+head. Nothing here is pickled, and every length is checked before a byte of it is read.
+"""
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from struct import Struct
+
+import msgspec
+
+from omlx.errors import LinkLost, OutOfStep, TooLate
+from omlx.ids import Epoch, PlanId
+from omlx.node.step import StepPlan, StepResult
+
+MAGIC = b"oMLX"
+VERSION = 1
+CONTROL, HELLO, HIDDEN = 0, 1, 2
+HEADER = Struct("!4sBBBxIQIIIIQ")
+"""magic, version, kind, dtype, pad, epoch, plan, part, three sizes, payload length in bytes."""
+LARGEST_CONTROL = 256 * 2**20
+LARGEST_HIDDEN = 8 * 2**30
+
+DTYPES = ("float32", "bfloat16", "float16")
+ITEM_BYTES = (4, 2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """Which hidden state a frame holds: the `part`-th batch of plan `plan`."""
+
+    epoch: Epoch
+    plan: PlanId
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A decoded header; `dtype` and `shape` mean something for HIDDEN alone."""
+
+    kind: int
+    dtype: int
+    tag: Tag
+    shape: tuple[int, int, int]
+    length: int
+
+
+# ------------------------------------------------------------------ messages, head -> stage
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """The first message: what to hold. `end` None means all layers from `start` on."""
+
+    folder: str
+    start: int
+    end: int | None
+    listen_host: str
+    memory_share: float
+    """This stage's part of the machine's GPU limits, 0 to 1; all stages of a machine share one."""
+    ring: tuple[str, ...] = ()
+    """For mx.distributed instead of our sockets: every stage's "host:port", in order."""
+    rank: int = 0
+    backend: str = "ring"
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """A new epoch: drop running state, keep weights, join the neighbours."""
+
+    epoch: Epoch
+    upstream: bool
+    """Wait for the neighbour before to connect."""
+    downstream: tuple[str, int] | None
+    """Connect to the neighbour behind, which listens there."""
+    secret: bytes
+    """What a connecting neighbour must show."""
+    deadline_s: float
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    plan: StepPlan
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    number: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """End the process in good order."""
+
+
+# ------------------------------------------------------------------ messages, stage -> head
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    done_bytes: int
+    total_bytes: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    port: int
+    """Where this stage's neighbour before it may connect."""
+    weight_bytes: int
+    peak_rss_bytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """The model cannot be served like this; trying again would not help."""
+
+    error: str
+    """BadModel, CannotSplit or DoesNotFit."""
+    message: str
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    epoch: Epoch
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    result: StepResult
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """A neighbour is gone or out of step; this stage is well and waits for the next Begin."""
+
+    epoch: Epoch
+    message: str
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """From the socket thread, so it comes while the compute thread is busy."""
+
+    number: int
+    rows: int
+    steps: int
+    busy_s: float
+    """Seconds spent in steps since the start."""
+    active_bytes: int
+    peak_rss_bytes: int
+
+
+ToStage = Load | Begin | Step | Ping | Leave
+ToHead = Loading | Loaded | Refusal | Begun | Done | Broken | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+_to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)
+_to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead)
+
+# ------------------------------------------------------------------ headers
+
+
+def pack_header(
+    kind: int, tag: Tag, length: int, dtype: int = 0, shape: tuple[int, int, int] = (0, 0, 0)
+) -> bytes:
+    return HEADER.pack(MAGIC, VERSION, kind, dtype, tag.epoch, tag.plan, tag.part, *shape, length)
+
+
+def parse_header(data: bytes | bytearray) -> Header:
+    """Raises OutOfStep for anything that is not a frame of ours."""
+    magic, version, kind, dtype, epoch, plan, part, b, n, h, length = HEADER.unpack(data)
+    if magic != MAGIC or version != VERSION:
+        raise OutOfStep("not a frame of this version of oMLX")
+    if kind == HIDDEN:
+        whole = (
+            dtype < len(DTYPES) and length == b * n * h * ITEM_BYTES[dtype] and 0 < length <= LARGEST_HIDDEN
+        )
+    else:
+        whole = kind in (CONTROL, HELLO) and length <= LARGEST_CONTROL
+    if not whole:
+        raise OutOfStep(f"a frame of kind {kind} with {length} bytes for shape {(b, n, h)}")
+    return Header(kind, dtype, Tag(Epoch(epoch), PlanId(plan), part), (b, n, h), length)
+
+
+NO_TAG = Tag(Epoch(0), PlanId(0), 0)
+
+
+def control_frame(message: ToStage | ToHead) -> bytes:
+    body = _encoder.encode(message)
+    return pack_header(CONTROL, NO_TAG, len(body)) + body
+
+
+# ------------------------------------------------------------------ blocking side (stages)
+
+
+def read_exactly(sock: socket.socket, view: memoryview) -> None:
+    """Fill `view`. Raises LinkLost at the end of the stream, TooLate at the socket's timeout."""
+    while len(view):
+        try:
+            count = sock.recv_into(view)
+        except TimeoutError as error:
+            raise TooLate("nothing came before the deadline") from error
+        except OSError as error:
+            raise LinkLost(f"the connection broke: {error}") from error
+        if count == 0:
+            raise LinkLost("the other side closed the connection")
+        view = view[count:]
+
+
+def read_frame(sock: socket.socket) -> tuple[Header, bytearray]:
+    head = bytearray(HEADER.size)
+    read_exactly(sock, memoryview(head))
+    header = parse_header(head)
+    body = bytearray(header.length)
+    read_exactly(sock, memoryview(body))
+    return header, body
+
+
+def read_for_stage(sock: socket.socket) -> ToStage:
+    """The next control message from the head. Raises LinkLost, OutOfStep."""
+    _, body = read_frame(sock)
+    try:
+        return _to_stage.decode(body)
+    except msgspec.MsgspecError as error:
+        raise OutOfStep(f"a control message that is none: {error}") from error
+
+
+# ------------------------------------------------------------------ asyncio side (head)
+
+
+async def read_for_head(reader: asyncio.StreamReader) -> ToHead:
+    """The next control message from a stage. Raises LinkLost, OutOfStep."""
+    try:
+        header = parse_header(await reader.readexactly(HEADER.size))
+        body = await reader.readexactly(header.length)
+        return _to_head.decode(body)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise LinkLost("the stage's process is gone") from error
+    except msgspec.MsgspecError as error:
+        raise OutOfStep(f"a control message that is none: {error}") from error

@@ -1,0 +1,1 @@
+"""The tests; the tree below mirrors omlx/."""

@@ -1,0 +1,1 @@
+"""Models that tests build for themselves."""
