@@ -1,4 +1,4 @@
-"""The gate for request bodies: JSON only, never more bytes or seconds than agreed, read before any route runs."""
+"""The gate for bodies: JSON only, never more bytes or seconds than agreed, read before any route runs."""
 
 import asyncio
 

@@ -66,7 +66,7 @@ class Door:
             return None
         origins = headers.getlist("origin")
         if any(not self._may_write(origin, hosts[0]) for origin in origins):
-            return "requests from pages of another origin are refused; the setting allowed_hosts names further ones"
+            return "pages of another origin are refused; the setting allowed_hosts names further ones"
         if not origins and headers.get("sec-fetch-site") == "cross-site":
             return "requests from pages of another site are refused"
         return None

@@ -93,6 +93,6 @@ def _bad_request(error: ErrorDetails) -> BadRequest:
 
 
 def dotted(path: Path) -> str:
-    """`("messages", 0, "content")` as a client would write it: `messages[0].content`; cut when absurdly long."""
+    """`("messages", 0, "content")` as `messages[0].content`; cut when absurdly long."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")[:MAX_NAME]

@@ -21,7 +21,7 @@ class Replies:
         self._closing = closing
         self._pumps: list[asyncio.Task[None]] = []
         self._running = len(replies)
-        # None: the pump of that choice has ended. The queue holds at most the answers, which a context bounds.
+        # None: the pump of that choice has ended. The answers themselves bound the queue.
         self._queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
 
     async def __aenter__(self) -> "Replies":

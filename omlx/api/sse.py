@@ -1,4 +1,4 @@
-"""Server-sent events: the writer that keeps a stream alive by the clock and ends it when the client is gone."""
+"""Server-sent events: a writer that keeps a stream alive by the clock and ends it when the client is gone."""
 
 import asyncio
 import json

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from omlx.node.chat import Delta, TokenInfo
+from omlx.node.chat import Delta, TokenInfo, TopToken
 from omlx.node.sequence import Finish
 
 Json: TypeAlias = dict[str, Any]
@@ -132,7 +132,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CompletionAnswer:
-    """The shapes of /v1/completions. One object serves one response: it counts where each choice's text is."""
+    """The shapes of /v1/completions. One object serves one response: it counts characters."""
 
     heading: Heading
     echoes: tuple[str, ...]
@@ -207,11 +207,11 @@ def legacy_logprobs(tokens: tuple[TokenInfo, ...], offsets: Offsets) -> Json:
     }
 
 
-def _token(token: TokenInfo) -> Json:
+def _token(token: TokenInfo | TopToken) -> Json:
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.bytes)}
 
 
-def _legacy_text(token: TokenInfo) -> str:
+def _legacy_text(token: TokenInfo | TopToken) -> str:
     """Half a character is written as its bytes: two different halves must not share a key."""
     try:
         bytes(token.bytes).decode("utf-8")

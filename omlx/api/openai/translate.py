@@ -15,20 +15,15 @@ from omlx.api.openai.schema import (
 from omlx.errors import BadRequest
 from omlx.node.chat import Chat, Message, ReplyOptions
 
-SEEDS = 2**63
-"""Seeds below the API are 0 <= seed < SEEDS."""
-
-NUMBERS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    }
-)
+NUMBERS = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+}
 """Named alike on both sides; where one is not given, the chat layer's default holds."""
 
 Prompt: TypeAlias = str | tuple[int, ...]
@@ -76,7 +71,6 @@ def _check_stream_options(request: Sampling) -> None:
 
 
 def _message(message: ChatMessage, path: str) -> Message:
-    """The developer role is the newer name of system."""
     match message.content:
         case None if message.role != "assistant":
             raise BadRequest(
@@ -91,8 +85,7 @@ def _message(message: ChatMessage, path: str) -> Message:
     if message.reasoning_content is not None and message.role != "assistant":
         name = f"{path}.reasoning_content"
         raise BadRequest(f"{name}: only an assistant's message has it", name)
-    role = "system" if message.role == "developer" else message.role
-    return Message(role=role, content=text, name=message.name, reasoning=message.reasoning_content)
+    return Message(role=message.role, content=text, name=message.name, reasoning=message.reasoning_content)
 
 
 def _options(request: Sampling, max_tokens: int | None, top_logprobs: int | None) -> ReplyOptions:
@@ -100,7 +93,7 @@ def _options(request: Sampling, max_tokens: int | None, top_logprobs: int | None
     return ReplyOptions(
         max_tokens=max_tokens,
         logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
-        seed=None if request.seed is None else request.seed % SEEDS,
+        seed=request.seed,
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         top_logprobs=top_logprobs,
         **given,
@@ -110,7 +103,7 @@ def _options(request: Sampling, max_tokens: int | None, top_logprobs: int | None
 def _choices(options: ReplyOptions, n: int) -> Iterator[ReplyOptions]:
     """Choice i draws from seed + i, so that n answers to one seed differ and come out the same again."""
     for i in range(n):
-        yield options if options.seed is None else replace(options, seed=(options.seed + i) % SEEDS)
+        yield options if options.seed is None else replace(options, seed=options.seed + i)
 
 
 def _chat_max_tokens(request: ChatRequest) -> int | None:

@@ -10,9 +10,9 @@ def check_text(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
         raise BadRequest(
-            f"{param} has an unpaired surrogate (\\u{ord(text[error.start]):04x}) at character {error.start}; "
-            "send whole characters",
+            f"{param} has an unpaired surrogate ({half}) at character {error.start}; send whole characters",
             param=param,
         ) from error
 

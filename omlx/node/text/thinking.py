@@ -43,8 +43,6 @@ class ThinkSplitter:
 
     def feed(self, text: str) -> tuple[str, str]:
         """(reasoning, content) that is certain now."""
-        if self._place is _Place.ANSWER:
-            return "", text
         self._held += text
         reasoning = ""
         while True:

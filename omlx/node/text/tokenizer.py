@@ -12,9 +12,24 @@ from omlx.errors import BadModel
 from omlx.node.text.thinking import CLOSE_TAG, OPEN_TAG
 
 RESERVED_KWARGS = frozenset(
-    "add_generation_prompt chat_template continue_final_message conversation documents max_length messages "
-    "padding return_assistant_tokens_mask return_dict return_tensors sanitize_control_tokens tokenize "
-    "tokenizer_kwargs tools truncation".split()
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
 )
 """Names that steer the rendering itself: a client may not set them through its template's arguments."""
 
@@ -138,8 +153,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     )
     text_config = config.get("text_config")
     layers = [config, text_config] if isinstance(text_config, dict) else [config]
+    loader = _auto_tokenizer()
     with _Translated(folder / "tokenizer.json"):
-        hf = _auto_tokenizer().from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         eos = _ids(hf.eos_token_id, folder / "tokenizer_config.json")
         eos |= _ids(generation.get("eos_token_id"), folder / "generation_config.json")
         for layer in layers:
