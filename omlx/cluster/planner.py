@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
+from omlx.cluster.partition import LayerSums, best_cuts
 from omlx.errors import BadSetting, DoesNotFit, Refused
-from omlx.node.manifest import LayerBytes, ModelManifest
+from omlx.node.manifest import ModelManifest
 
 UNITS = {
     "": 1,
@@ -21,13 +22,6 @@ UNITS = {
     "TIB": 2**40,
 }
 SIZE = re.compile(r"(?P<number>\d{1,18}(\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
-
-# MLX grows a cache by this many tokens at a time.
-GROWTH_TOKENS = 256
-# The last stage holds logits, log-probabilities and their sorted copy, each in float32.
-LOGIT_BYTES = 3 * 4
-# Caps on the utilisation that are tried one after the other, as multiples of what cannot be beaten.
-FIRST_SLACK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +107,8 @@ def plan_shards(
     there are no nodes, more nodes than layers, or a budget or a count below 1.
     """
     _refuse_nonsense(manifest, nodes, context_tokens, sequences, step_tokens)
-    load = _Load.of(manifest, context_tokens, sequences, step_tokens)
-    cuts = _best_cuts(load, nodes)
+    load = LayerSums.of(manifest, context_tokens, sequences, step_tokens)
+    cuts = best_cuts(load, [node.bytes for node in nodes])
     stages = tuple(
         _stage(load, node, Span(start, end), last=index == len(nodes) - 1)
         for index, (node, start, end) in enumerate(zip(nodes, cuts, cuts[1:], strict=False))
@@ -142,61 +136,6 @@ def parse_node(text: str) -> NodeBudget:
     return NodeBudget(name, amount)
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Bytes of layers, summed from the front: those of [start, end) are sums[end] - sums[start]."""
-
-    weights: tuple[int, ...]
-    kv: tuple[int, ...]
-    overhead: tuple[int, ...]
-    """Scratch that adds up over layers: the window's overrun and the room ahead."""
-    layer_kv: tuple[int, ...]
-    """KV of each layer alone, for all sequences."""
-    step: int
-    """Scratch of any stage, whatever its span."""
-    logits: int
-    embedding: int
-    tail: int
-    """Weights of the last stage besides its layers, when it is not the only one."""
-    tail_alone: int
-
-    @classmethod
-    def of(cls, manifest: ModelManifest, context_tokens: int, sequences: int, step_tokens: int) -> "_Load":
-        layer_kv = tuple(sequences * layer.kv.bytes_for(context_tokens) for layer in manifest.layers)
-        overhead = [_overhead(layer, context_tokens, sequences, step_tokens) for layer in manifest.layers]
-        rows = min(step_tokens, context_tokens * sequences)
-        return cls(
-            weights=_sums([layer.weights for layer in manifest.layers]),
-            kv=_sums(layer_kv),
-            overhead=_sums(overhead),
-            layer_kv=layer_kv,
-            step=rows * (manifest.row_bytes + context_tokens * manifest.score_bytes),
-            logits=sequences * manifest.vocab_size * LOGIT_BYTES,
-            embedding=manifest.embedding_bytes,
-            tail=manifest.tail_bytes(alone=False),
-            tail_alone=manifest.tail_bytes(alone=True),
-        )
-
-    def ends(self, *, first: bool, last: bool) -> int:
-        """Weights that a stage holds besides its layers."""
-        tail = (self.tail_alone if first else self.tail) if last else 0
-        return tail + (self.embedding if first else 0)
-
-
-def _overhead(layer: LayerBytes, context_tokens: int, sequences: int, step_tokens: int) -> int:
-    if layer.kv.window_tokens is None:
-        return sequences * layer.kv.per_token * (-context_tokens % GROWTH_TOKENS)
-    beyond = context_tokens - layer.kv.window_tokens
-    return layer.kv.per_token * max(0, min(step_tokens - 1, beyond))
-
-
-def _sums(sizes: Sequence[int]) -> tuple[int, ...]:
-    sums = [0]
-    for size in sizes:
-        sums.append(sums[-1] + size)
-    return tuple(sums)
-
-
 def _refuse_nonsense(
     manifest: ModelManifest,
     nodes: Sequence[NodeBudget],
@@ -219,74 +158,11 @@ def _refuse_nonsense(
             raise Refused(f"a plan for {what} = {count} makes no sense; it must be 1 or more")
 
 
-def _best_cuts(load: _Load, nodes: Sequence[NodeBudget]) -> list[int]:
-    """Where the spans begin, and the end of the last: 0 = cuts[0] < cuts[1] < ... = layers.
-
-    Dynamic programming over (stages, layers placed). Most of its table is hopeless, so it is filled
-    only up to a cap on the utilisation, close above a bound that no plan can beat; without a plan below
-    the cap, the cap is raised. What is found below a cap is the best there is.
-    """
-    total = load.weights[-1] + load.kv[-1] + load.overhead[-1]
-    total += load.ends(first=True, last=len(nodes) == 1) + (load.tail if len(nodes) > 1 else 0)
-    total += load.logits + load.step * len(nodes)
-    bound = total / sum(node.bytes for node in nodes)
-    slack = FIRST_SLACK
-    while (cuts := _cuts_below(load, nodes, bound * (1 + slack))) is None:
-        slack *= 4
-    return cuts
-
-
-def _cuts_below(load: _Load, nodes: Sequence[NodeBudget], cap: float) -> list[int] | None:
-    layers, last = len(load.layer_kv), len(nodes) - 1
-    best = {0: 0.0}
-    starts: list[dict[int, int]] = []
-    for index, node in enumerate(nodes):
-        fixed = load.step + load.ends(first=index == 0, last=index == last)
-        fixed += load.logits if index == last else 0
-        room = layers - (last - index)
-        ends = range(layers, layers + 1) if index == last else range(index + 1, room + 1)
-        best, came_from = _place(load, node.bytes, fixed, ends, best, cap)
-        if not best:
-            return None
-        starts.append(came_from)
-    cuts = [layers]
-    for came_from in reversed(starts):
-        cuts.append(came_from[cuts[-1]])
-    return cuts[::-1]
-
-
-def _place(
-    load: _Load, budget: int, fixed: int, ends: range, before: dict[int, float], cap: float
-) -> tuple[dict[int, float], dict[int, int]]:
-    """One more stage: {layers placed: least largest utilisation} and {layers placed: its start}."""
-    additive = [w + k + o for w, k, o in zip(load.weights, load.kv, load.overhead, strict=True)]
-    best: dict[int, float] = {}
-    came_from: dict[int, int] = {}
-    for start, so_far in before.items():
-        base, widest = additive[start] - fixed, 0
-        for end in range(start + 1, ends.stop):
-            widest = max(widest, load.layer_kv[end - 1])
-            used = (additive[end] - base + widest) / budget
-            if used > cap:
-                break
-            if end < ends.start:
-                continue
-            worst = max(used, so_far)
-            if end not in best or worst < best[end]:
-                best[end], came_from[end] = worst, start
-    return best, came_from
-
-
-def _stage(load: _Load, node: NodeBudget, span: Span, *, last: bool) -> StagePlan:
-    start, end = span.start, span.end
-    scratch = load.step + load.overhead[end] - load.overhead[start] + max(load.layer_kv[start:end])
-    return StagePlan(
-        node=node,
-        span=span,
-        weights=load.weights[end] - load.weights[start] + load.ends(first=start == 0, last=last),
-        kv=load.kv[end] - load.kv[start],
-        scratch=scratch + (load.logits if last else 0),
-    )
+def _stage(load: LayerSums, node: NodeBudget, span: Span, *, last: bool) -> StagePlan:
+    weights = load.weights[span.end] - load.weights[span.start] + load.ends(first=span.start == 0, last=last)
+    kv = load.kv[span.end] - load.kv[span.start]
+    used = load.span(span.start, span.end) + load.fixed(first=span.start == 0, last=last)
+    return StagePlan(node=node, span=span, weights=weights, kv=kv, scratch=used - weights - kv)
 
 
 def _arithmetic(manifest: ModelManifest, plan: ShardPlan, short: int) -> str:

@@ -225,14 +225,16 @@ def _template(found: object, folder: Path) -> str | None:
 
     transformers has read chat_template.jinja and tokenizer_config.json; chat_template.json is left to us.
     """
+    file = folder / "tokenizer_config.json"
     if found is None:
-        found = _read_object(folder / "chat_template.json").get("chat_template")
+        file = folder / "chat_template.json"
+        found = _read_object(file).get("chat_template")
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
         found = found.get("default")
     if found is not None and not isinstance(found, str):
-        raise BadModel(f"{folder}: the chat template must be text, not {type(found).__name__}")
+        raise BadModel(f"{file}: the chat template must be text, not {type(found).__name__}")
     return found
 
 

@@ -1,0 +1,205 @@
+"""Owns the engines by model id: plans a model over the stages, loads it on first use, watches it.
+
+A model is always served by Engine -> Pipeline -> stages; one stage on this machine is the smallest case.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from omlx.cluster.capacity import capacity_tokens
+from omlx.cluster.planner import NodeBudget, ShardPlan, plan_shards
+from omlx.errors import BadModel, Closed, DoesNotFit
+from omlx.ids import ModelId
+from omlx.node.chat import ChatModel
+from omlx.node.client import Placement
+from omlx.node.engine import Engine
+from omlx.node.health import ModelCard, ModelHealth
+from omlx.node.library import Library
+from omlx.node.manifest import ModelManifest, read_manifest
+from omlx.node.model_config import read_config
+from omlx.node.pipeline import Pipeline, PipelineSpec
+from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.text.tokenizer import load_tokenizer
+
+log = structlog.get_logger()
+
+DEFAULT_CONTEXT_TOKENS = 32768
+"""For configs that name no limit."""
+LEAST_CONTEXT_TOKENS = 4096
+"""A model is refused where its weights leave less room than one sequence of this (or its own) length."""
+
+LoadProgress = Callable[[ModelId, int, int], None]
+"""(model, bytes read, bytes in all)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How every model is served; taken from the settings."""
+
+    stages: int
+    max_concurrent_requests: int
+    max_queued_requests: int
+    step_tokens: int
+    mixed_step_tokens: int
+    context_tokens: int | None
+    load_timeout_s: float
+    step_timeout_s: float
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model."""
+
+    engine: Engine
+    chat: ChatModel
+    bytes: int
+    """Weights, and keys and values of one sequence, by the manifest's arithmetic."""
+
+
+class Coordinator:
+    """One per server. `ceiling_bytes` is what all models together may take, `available` what is free now."""
+
+    def __init__(
+        self,
+        library: Library,
+        serving: Serving,
+        place: Placement,
+        memory_bytes: Callable[[], int],
+        progress: LoadProgress = lambda model, done, total: None,
+    ) -> None:
+        self._serving = serving
+        self._place = place
+        self._memory_bytes = memory_bytes
+        self._progress = progress
+        self._closed = False
+        self._loads: dict[ModelId, asyncio.Task[Served]] = {}
+        self._entries = {entry.id: entry for entry in library.entries if entry.problem is None}
+        self._library = library
+        self._context = {id: _context(entry.folder, serving) for id, entry in self._entries.items()}
+
+    def cards(self) -> tuple[ModelCard, ...]:
+        """Every model that can be served, loaded or not."""
+        states = {health.id: health.state for health in self.health()}
+        return tuple(
+            ModelCard(id, int(entry.folder.stat().st_mtime), self._context[id], states[id])
+            for id, entry in self._entries.items()
+        )
+
+    def health(self) -> tuple[ModelHealth, ...]:
+        return tuple(self._health(id) for id in self._entries)
+
+    async def chat_model(self, model_id: ModelId) -> ChatModel:
+        """Loads it on first use; everybody who asks meanwhile waits for the same load.
+
+        A caller that is cancelled stops no load.
+        Raises ModelNotFound, BadModel, DoesNotFit, ModelFailed, Closed.
+        """
+        entry = self._library.find(model_id)
+        if entry.problem is not None:
+            raise BadModel(entry.problem)
+        if self._closed:
+            raise Closed("the server is shutting down")
+        load = self._loads.get(entry.id)
+        if load is None or (load.done() and (load.cancelled() or load.exception() is not None)):
+            load = asyncio.create_task(self._load(entry.id, entry.folder), name=f"load-{entry.id}")
+            self._loads[entry.id] = load
+        return (await asyncio.shield(load)).chat
+
+    async def close(self) -> None:
+        """End every stream, every load and every stage; nothing runs afterwards."""
+        self._closed = True
+        loads, self._loads = self._loads, {}
+        for load in loads.values():
+            if not load.done():
+                load.cancel()
+        done = await asyncio.gather(*loads.values(), return_exceptions=True)
+        await asyncio.gather(*(served.engine.close() for served in done if isinstance(served, Served)))
+
+    def _health(self, id: ModelId) -> ModelHealth:
+        load = self._loads.get(id)
+        if load is None or load.cancelled():
+            return ModelHealth(id, "idle", 0, 0, None)
+        if not load.done():
+            return ModelHealth(id, "loading", 0, 0, None)
+        if load.exception() is not None:
+            return ModelHealth(id, "failed", 0, 0, None)
+        return load.result().engine.health()
+
+    def _loaded(self) -> list[Served]:
+        return [
+            load.result()
+            for load in self._loads.values()
+            if load.done() and not load.cancelled() and load.exception() is None
+        ]
+
+    async def _load(self, id: ModelId, folder: Path) -> Served:
+        manifest = await asyncio.to_thread(read_manifest, folder)
+        plan = self._plan(id, manifest)
+        capacity = capacity_tokens(manifest, plan, self._serving.max_concurrent_requests)
+        context = min(self._context[id], capacity)
+        log.info(
+            "loading",
+            model=id,
+            stages=[(stage.span.start, stage.span.end) for stage in plan.stages],
+            weight_bytes=sum(stage.weights for stage in plan.stages),
+            context_tokens=context,
+            capacity_tokens=capacity,
+        )
+        engine = self._engine(id, folder, plan, capacity)
+        reading = asyncio.create_task(asyncio.to_thread(load_tokenizer, folder), name=f"tokenizer-{id}")
+        try:
+            await engine.open(lambda done, total: self._progress(id, done, total))
+            tokenizer = await reading
+        except BaseException:
+            reading.cancel()
+            await engine.close()
+            raise
+        self._context[id] = context
+        used = sum(stage.weights + stage.kv for stage in plan.stages)
+        return Served(engine, ChatModel(id, tokenizer, engine, context), used)
+
+    def _plan(self, id: ModelId, manifest: ModelManifest) -> ShardPlan:
+        budget = self._memory_bytes() - sum(served.bytes for served in self._loaded())
+        stages = self._serving.stages
+        nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
+        try:
+            return plan_shards(
+                manifest,
+                nodes,
+                context_tokens=min(self._context[id], LEAST_CONTEXT_TOKENS),
+                sequences=1,
+                step_tokens=self._serving.step_tokens,
+            )
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{id} does not fit into memory: {error}", error.short_bytes) from error
+
+    def _engine(self, id: ModelId, folder: Path, plan: ShardPlan, capacity: int) -> Engine:
+        serving = self._serving
+        whole = len(plan.stages) == 1
+        spec = PipelineSpec(
+            folder=folder,
+            spans=((0, None),) if whole else tuple((span.start, span.end) for span in plan.spans),
+            load_timeout_s=serving.load_timeout_s,
+            step_timeout_s=serving.step_timeout_s,
+            link=serving.link,
+        )
+        limits = Limits(
+            places=serving.max_concurrent_requests,
+            queue=serving.max_queued_requests,
+            groups=len(plan.stages),
+            step_tokens=serving.step_tokens,
+            mixed_step_tokens=min(serving.mixed_step_tokens, serving.step_tokens),
+            capacity_tokens=capacity,
+        )
+        return Engine(id, Scheduler(limits), Pipeline(spec, self._place))
+
+
+def _context(folder: Path, serving: Serving) -> int:
+    """The longest prompt and answer: what the config says, or less where the settings say so."""
+    own = read_config(folder).context_tokens or DEFAULT_CONTEXT_TOKENS
+    return own if serving.context_tokens is None else min(own, serving.context_tokens)

@@ -1,0 +1,160 @@
+"""From settings to a running server: the port first, then the models, then HTTP, and all of it back.
+
+The composition of coordinator, API and uvicorn; the command line shows what it does.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import psutil
+import uvicorn
+
+from omlx.api.app import create_app
+from omlx.cluster.coordinator import Coordinator, LoadProgress, Serving
+from omlx.cluster.local_actor import place_local
+from omlx.cluster.machine import memory_available_bytes, memory_ceiling_bytes
+from omlx.errors import BadModel, BadSetting
+from omlx.node.library import Library, scan
+from omlx.settings import Settings
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+GRACE_S = 5
+"""How long connections may take to end once the server stops; their streams end at once."""
+
+
+def check_door(settings: Settings) -> None:
+    """Raises BadSetting where anyone on the network could walk in."""
+    if settings.host not in LOOPBACK and settings.api_key is None:
+        raise BadSetting(
+            f"host {settings.host} opens the server to the network: give it an --api-key "
+            "(or OMLX_API_KEY), or stay on 127.0.0.1"
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises BadSetting naming the port, and who holds it where that can be told."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        # Listening, not only bound: a second start must fail now, not after it has loaded a model.
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise BadSetting(
+            f"cannot listen on {host}:{port}: {error.strerror}{_holder(port)}; choose another --port"
+        ) from error
+    return sock
+
+
+def _holder(port: int) -> str:
+    try:
+        pids = {
+            c.pid
+            for c in psutil.net_connections("tcp")
+            if c.laddr and c.laddr.port == port and c.status == "LISTEN"
+        }
+    except psutil.AccessDenied:
+        return ""
+    known = sorted(pid for pid in pids if pid is not None)
+    return f" (held by process {known[0]})" if known else ""
+
+
+def find_models(settings: Settings) -> Library:
+    """Raises BadSetting or BadModel where nothing could be served."""
+    library = scan(settings.models)
+    if not library.entries:
+        raise BadSetting(f"no models in {settings.models}: put model folders there, or name one")
+    usable = [entry for entry in library.entries if entry.problem is None]
+    if not usable:
+        raise BadModel(str(library.entries[0].problem))
+    return library
+
+
+class Server(uvicorn.Server):
+    """Ends the streams before it waits for the connections to close."""
+
+    def __init__(self, config: uvicorn.Config, coordinator: Coordinator) -> None:
+        super().__init__(config)
+        self._coordinator = coordinator
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._coordinator.close()
+        await super().shutdown(sockets)
+
+
+@asynccontextmanager
+async def running(settings: Settings, library: Library, progress: LoadProgress) -> AsyncIterator[Coordinator]:
+    """A coordinator for `library`; a single model is loaded before this returns, several on first use."""
+
+    def memory_bytes() -> int:
+        return min(memory_ceiling_bytes(), memory_available_bytes())
+
+    coordinator = Coordinator(
+        library,
+        Serving(
+            stages=settings.stages,
+            max_concurrent_requests=settings.max_concurrent_requests,
+            max_queued_requests=settings.max_queued_requests,
+            step_tokens=settings.step_tokens,
+            mixed_step_tokens=settings.mixed_step_tokens,
+            context_tokens=settings.context_tokens,
+            load_timeout_s=settings.load_timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+            link=settings.link,
+        ),
+        place_local,
+        memory_bytes,
+        progress,
+    )
+    try:
+        cards = coordinator.cards()
+        if len(cards) == 1:
+            await coordinator.chat_model(cards[0].id)
+        yield coordinator
+    finally:
+        await coordinator.close()
+
+
+async def serve(
+    settings: Settings, progress: LoadProgress, beside: Callable[[Server, Library], Awaitable[None]]
+) -> None:
+    """Serve until SIGINT, SIGTERM or `should_exit`; `beside` runs as soon as requests are taken.
+
+    Raises Refused before anything is loaded where it cannot work.
+    """
+    check_door(settings)
+    library = await asyncio.to_thread(find_models, settings)
+    with bind(settings.host, settings.port) as sock:
+        async with running(settings, library, progress) as coordinator:
+            app = create_app(
+                coordinator,
+                api_key=settings.api_key,
+                allowed_hosts=settings.allowed_hosts,
+                max_body_bytes=settings.max_body_bytes,
+                keepalive_s=settings.keepalive_s,
+            )
+            config = uvicorn.Config(
+                app, log_config=None, lifespan="off", timeout_graceful_shutdown=GRACE_S, server_header=False
+            )
+            server = Server(config, coordinator)
+            company = asyncio.create_task(_company(server, beside(server, library)), name="beside")
+            try:
+                await server.serve(sockets=[sock])
+            finally:
+                company.cancel()
+                await asyncio.gather(company, return_exceptions=True)
+            if not company.cancelled() and (error := company.exception()) is not None:
+                raise error
+
+
+async def _company(server: Server, work: Awaitable[None]) -> None:
+    """Whatever runs beside the server takes it down when it fails."""
+    try:
+        await work
+    except BaseException:
+        server.should_exit = True
+        raise
