@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from omlx.api.errors import error_body
 
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-DRAIN_S = 1.0
+DRAIN_S = 0.5
 """How long a refused client may go on sending: cut off at once it might never read the answer."""
 
 

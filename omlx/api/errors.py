@@ -77,10 +77,8 @@ def error_body(message: str, type_: str, code: str | None, param: str | None = N
 
 
 def body_of(error: BaseException, request_id: str) -> Body:
-    """What a client may know about `error`; logs what it may not."""
+    """What a client may know about `error`; `note` has the rest."""
     fault = fault_of(error)
-    if fault.message is not None:
-        log.error("request failed", request_id=request_id, exc_info=error)
     message = fault.message or str(error)
     if fault is INTERNAL:
         message = f"{message} (request id {request_id})"
@@ -88,6 +86,12 @@ def body_of(error: BaseException, request_id: str) -> Body:
         return error_body(message, fault.type, error.code, error.param)
     param = "model" if fault.status < 500 else None
     return error_body(message, fault.type, fault.code, param)
+
+
+def note(error: BaseException, request_id: str) -> None:
+    """Logs what a client is not told."""
+    if fault_of(error).message is not None:
+        log.error("request failed", request_id=request_id, exc_info=error)
 
 
 def retry_after_s(error: BaseException) -> int | None:
@@ -108,6 +112,7 @@ def request_id_of(request: Request) -> str:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     request_id = request_id_of(request)
+    note(error, request_id)
     headers: dict[str, str] = {}
     wait_s = retry_after_s(error)
     if wait_s is not None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omlx.api.connection import ClientGone, while_connected
-from omlx.api.errors import body_of
+from omlx.api.errors import body_of, note
 from omlx.errors import OmlxError
 
 log = structlog.get_logger(__name__)
@@ -62,9 +62,10 @@ class EventStream(Response):
         except OmlxError as error:
             if not out.started:
                 raise
+            note(error, self._request_id)
             await out.write(data(body_of(error, self._request_id)))
         except Exception as error:
-            # Nobody above can answer any more once the headers are out; the error goes on to the log.
+            # Nobody above can answer any more once the headers are out; they still log it.
             if out.started:
                 await out.write(data(body_of(error, self._request_id)))
             raise

@@ -23,10 +23,8 @@ class LayerSums:
 
     weights: tuple[int, ...]
     kv: tuple[int, ...]
-    overhead: tuple[int, ...]
-    """Scratch that adds up over layers: the window's overrun and the room ahead."""
     additive: tuple[int, ...]
-    """The three together."""
+    """Weights, KV, and the scratch that adds up over layers: the window's overrun and the room ahead."""
     layer_kv: tuple[int, ...]
     """KV of each layer alone, for all sequences."""
     step: int
@@ -51,7 +49,6 @@ class LayerSums:
         return cls(
             weights=weights,
             kv=kv,
-            overhead=overhead,
             additive=tuple(map(sum, zip(weights, kv, overhead, strict=True))),
             layer_kv=layer_kv,
             step=rows * (manifest.row_bytes + context_tokens * manifest.score_bytes),

@@ -265,7 +265,7 @@ class ChatModel:
         if not ids:
             raise BadRequest(f"{param} has no tokens; send some text", param=param)
         if len(ids) >= self.context_tokens:
-            raise PromptTooLong(len(ids), self.context_tokens, param)
+            raise PromptTooLong(len(ids), self.context_tokens - 1, param)  # the answer needs one
         check_ids(ids, self._tokenizer.vocab_size, param)
         return tuple(ids)
 

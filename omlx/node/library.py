@@ -82,16 +82,24 @@ def _found(root: Path) -> Iterator[LibraryEntry]:
         yield _hub_entry(root)
         return
     for folder in _folders(root):
-        if folder.name.startswith(HUB_PREFIX):
-            yield _hub_entry(folder)
-        elif folder.name.startswith(OTHER_HUB_PREFIXES):
-            continue
-        elif _is_model(folder):
-            yield _entry(folder.name, folder)
-        else:
-            for inner in _folders(folder):
-                if _is_model(inner):
-                    yield _entry(f"{folder.name}/{inner.name}", inner)
+        try:
+            yield from list(_below(folder))
+        except PermissionError as error:
+            problem = f"{error.filename}: cannot be read ({error.strerror})"
+            yield LibraryEntry(ModelId(folder.name), folder, problem)
+
+
+def _below(folder: Path) -> Iterator[LibraryEntry]:
+    if folder.name.startswith(HUB_PREFIX):
+        yield _hub_entry(folder)
+    elif folder.name.startswith(OTHER_HUB_PREFIXES):
+        return
+    elif _is_model(folder):
+        yield _entry(folder.name, folder)
+    else:
+        for inner in _folders(folder):
+            if _is_model(inner):
+                yield _entry(f"{folder.name}/{inner.name}", inner)
 
 
 def _folders(parent: Path) -> list[Path]:
@@ -125,7 +133,9 @@ def _hub_id(name: str) -> str:
 
 
 def _hub_entry(folder: Path) -> LibraryEntry:
-    model_id = ModelId(_hub_id(folder.resolve().name if folder.name == "" else folder.name))
+    # A root of "." has its name only once resolved; a link named like a repository keeps its own.
+    name = folder.name if folder.name.startswith(HUB_PREFIX) else folder.resolve().name
+    model_id = ModelId(_hub_id(name))
     ref = folder / "refs" / "main"
     try:
         revision = ref.read_text(encoding="utf-8").strip()

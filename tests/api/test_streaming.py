@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from typing import Any
 
 import httpx
@@ -166,7 +166,9 @@ async def test_the_official_client_raises_the_error_of_a_stream() -> None:
                 pass
 
 
-async def test_an_error_nobody_foresaw_says_nothing_of_itself() -> None:
+async def test_an_error_nobody_foresaw_is_logged_and_says_nothing_of_itself(
+    logged: list[MutableMapping[str, Any]],
+) -> None:
     secret = RuntimeError("/home/me/secret")
     models = FakeModels(ScriptedModel([secret], [Delta("a"), secret], words("x")))
     async with serving(models) as url, httpx.AsyncClient() as client:
@@ -181,13 +183,14 @@ async def test_an_error_nobody_foresaw_says_nothing_of_itself() -> None:
         assert "internal_error" in received and "[DONE]" not in received
         assert answer.headers["x-request-id"] in received
         assert "secret" not in whole.text + received
+        assert [entry["exc_info"] for entry in logged if entry["log_level"] == "error"] == [secret, secret]
         assert (await client.post(f"{url}/v1/chat/completions", json=BODY)).status_code == 200
 
 
 async def hang_up(url: str, body: dict[str, Any], until: asyncio.Event) -> None:
     """Sends a request on a bare socket and closes it as soon as `until` is set."""
     content = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     await until.wait()

@@ -1,5 +1,6 @@
 """Which ids a folder of models has, and what the library refuses to look at."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,24 @@ def test_a_link_in_the_root_leads_to_its_model(tmp_path: Path) -> None:
     library = scan(root)
     assert ids(library) == ["loop/mine", "mine"]
     assert library.find("mine").problem is None
+
+
+def test_a_folder_that_may_not_be_read_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_folder(tmp_path / "good")
+    (tmp_path / "locked").mkdir()
+    listed = Path.iterdir
+
+    def guarded(self: Path) -> Iterator[Path]:
+        if self.name == "locked":
+            raise PermissionError(13, "Permission denied", str(self))
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", guarded)
+    problems = {entry.id: entry.problem for entry in scan(tmp_path).entries}
+    assert problems["good"] is None
+    assert "Permission denied" in str(problems["locked"])
 
 
 def test_an_unknown_id_names_at_most_ten_known_ones(tmp_path: Path) -> None:
