@@ -10,6 +10,10 @@ endif
 PYTEST = LD_PRELOAD="$$(scripts/openblas.sh find)" OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
+# A Python that was upgraded away takes .venv with it. Before anything else, for make looks at a stamp
+# before it makes what the stamp depends on.
+$(shell scripts/venv.sh sweep)
+
 .PHONY: help demo test quick check fix bench clean venv openblas
 
 help:
@@ -56,7 +60,7 @@ venv:
 openblas:
 	@scripts/openblas.sh
 
-# Stamps, so that a second run starts at once. venv comes first and always, but never remakes a stamp.
+# Stamps, so that a second run starts at once. venv comes first, but does not make a stamp old.
 .venv/demo.stamp: pyproject.toml constraints.txt | venv
 	$(PIP_INSTALL) -e '.[$(RUN_EXTRAS)]'
 	@touch $@

@@ -196,6 +196,67 @@ def plan(
     console.print(table)
 
 
+@app.command()
+def bench(  # noqa: PLR0913 (one parameter a flag)
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server on this machine.", show_default="http://127.0.0.1:8000/v1"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Which of its models to ask.", show_default="the only one")
+    ] = None,
+    scenario: Annotated[
+        str, typer.Option(help="What to ask, with commas between: c1, c4, c8, prefix, again.")
+    ] = "c1,c4,prefix",
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Length of an answer; those to long prompts have 8 tokens.")
+    ] = 128,
+    prompt_words: Annotated[
+        int, typer.Option(min=1, help="Words of the long prompt in prefix and again.")
+    ] = 1400,
+    json: Annotated[bool, typer.Option("--json", help="One JSON line a scenario, no table.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="OMLX_API_KEY")
+    ] = None,
+) -> None:
+    """Measure a running server: time to the first token, tokens per second of each answer and of all.
+
+    Any OpenAI-compatible server on this machine will do; start one with `omlx serve` first.
+
+    c1: three short prompts, one after the other.
+
+    c4, c8: four or eight short prompts at once.
+
+    prefix: one long prompt three times, where a prefix cache would show.
+
+    again: the same long prompt once more, after a restart of the server.
+
+    Example: omlx bench --scenario c1,c8 --max-tokens 64
+    """
+    from omlx.bench import SCENARIOS, Load, LoadClient, find_scenarios
+
+    names = find_scenarios(scenario)
+    settings = load_settings(api_key=api_key)
+    table = Table("scenario", "requests", "first token (median)", "tokens/s each", "tokens/s in all")
+
+    async def measure() -> None:
+        async with LoadClient(url or f"http://127.0.0.1:{settings.port}/v1", settings.api_key) as client:
+            load = Load(await client.find_model(model), max_tokens, prompt_words)
+            table.title = f"{load.model} at {client.url}"
+            with errors.status(f"{load.model}: warming up") as status:
+                await client.warm_up(load)
+                for name in names:
+                    status.update(f"{load.model}, {name}: {SCENARIOS[name].what}")
+                    figures = await client.run(name, load)
+                    table.add_row(*figures.row())
+                    if json:
+                        print(figures.json(), flush=True)
+
+    asyncio.run(measure())
+    if not json:
+        console.print(table)
+
+
 def run_server(settings: Settings, question: Callable[[Server], Awaitable[None]] | None = None) -> None:
     """Serve, with bars while models load, one line when it is ready, and then perhaps a question."""
     set_up_logging(settings.log_level)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes .venv with the newest Python that serves, or says in one line what is missing.
-# `scripts/venv.sh find` only prints that Python.
+# `find` only prints that Python; `sweep` only drops the stamps of a .venv that no longer serves.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -25,10 +25,21 @@ find_python() {
     return 1
 }
 
-if [ "${1-}" = find ]; then
+venv_serves() {
+    .venv/bin/python -c "import pip; $serves" 2>/dev/null
+}
+
+case ${1-} in
+find)
     find_python
-elif ! .venv/bin/python -m pip --version >/dev/null 2>&1 || ! .venv/bin/python -c "$serves"; then
+    ;;
+sweep)
+    venv_serves || rm -f .venv/*.stamp
+    ;;
+*)
+    venv_serves && exit 0
     python=$(find_python)
     echo "omlx: making .venv with $("$python" -V)"
     "$python" -m venv --clear .venv
-fi
+    ;;
+esac

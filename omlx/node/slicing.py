@@ -9,6 +9,7 @@ captured state is never computed.
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +37,10 @@ CUTTABLE = frozenset(
 """The families whose cuts were compared with the whole model (tests/node/test_slicing.py and docs)."""
 
 HEADS = ("lm_head", "output", "head")
+EXTRAS = {"mlx_lm.models.gemma4_text": 2, "mlx_lm.models.hunyuan": 1}
+"""How many values a layer returns besides the hidden state; where layers share nothing they are unused."""
+SHARING = ("num_kv_shared_layers", "hidden_size_per_layer_input", "use_cla")
+"""Fields of a config that let a layer read more than the hidden state before it."""
 
 
 @dataclass(slots=True)
@@ -51,14 +56,16 @@ class Skip(nn.Module):
 
     def __init__(self, layer: nn.Module, box: Box, *, injects: bool, captures: bool) -> None:
         super().__init__()
-        for name, value in [*vars(layer).items(), *layer.items()]:
-            if not name.startswith("_") and isinstance(value, (bool, int, float, str, type(None))):
-                setattr(self, name, value)
+        for name, value in _plain(layer).items():
+            setattr(self, name, value)
         # Past nn.Module's own attributes, which are parameters.
         object.__setattr__(self, "_box", box)
         object.__setattr__(self, "_injects", injects)
         object.__setattr__(self, "_captures", captures)
-        object.__setattr__(self, "_triple", "gemma4" in type(layer).__module__)
+        object.__setattr__(self, "_extras", EXTRAS.get(type(layer).__module__, 0))
+        for name, value in layer.items():
+            if isinstance(value, nn.Module):
+                object.__setattr__(self, name, SimpleNamespace(**_plain(value)))
 
     def __call__(self, x: Any = None, *_: Any, **named: Any) -> Any:
         h = x if x is not None else named.get("hidden_states", named.get("h"))
@@ -66,7 +73,21 @@ class Skip(nn.Module):
             h = self._box.given
         if self._captures:
             self._box.taken = h
-        return (h, None, None) if self._triple else h
+        return (h, *[None] * self._extras) if self._extras else h
+
+
+class GroupedMask(nn.Module):
+    """A layer of gemma2. Its scores have a fifth dimension, the query groups, which the mask of a batch
+    lacks: mlx-lm then fails, or masks the wrong rows where the batch is as large as the heads."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+        if isinstance(mask, mx.array) and mask.ndim == 4:
+            mask = mx.expand_dims(mask, 2)
+        return self.layer(x, mask, cache)
 
 
 class EmbeddingStub(nn.Module):
@@ -150,7 +171,8 @@ class Cut:
 
     def _full(self, caches: list[Any]) -> list[Any]:
         """The list as long as the whole model's. Forwards make their masks from slots of their choice,
-        so every slot outside the span aliases one of the same kind inside it."""
+        so every slot outside the span aliases one of the same kind inside it, or else one that at least
+        counts the tokens alike: ministral3 scales all its queries by the offset of slot 0."""
         if len(caches) == len(self.prototypes):
             return caches
         if not self._kinds:
@@ -158,20 +180,20 @@ class Cut:
         inside = [self.start <= slot < self.end for slot in self.slots]
         own = iter(caches)
         full = [next(own) if mine else None for mine in inside]
-        by_kind: dict[Any, Any] = {}
+        stand_in: dict[Any, Any] = {}
         for kind, cache in zip(self._kinds, full, strict=True):
             if cache is not None:
-                by_kind.setdefault(kind, cache)
+                stand_in.setdefault(kind, cache)
+                stand_in.setdefault(_sort(cache), cache)
         return [
-            cache if cache is not None else by_kind.get(kind, prototype)
+            cache if cache is not None else stand_in.get(kind, stand_in.get(_sort(prototype), prototype))
             for cache, kind, prototype in zip(full, self._kinds, self.prototypes, strict=True)
         ]
 
 
 def refuse_uncuttable(model_type: str, config: dict[str, Any]) -> None:
     """Raises CannotSplit, naming the family, where a cut would be wrong or was never compared."""
-    text = config.get("text_config", config)
-    if text.get("num_kv_shared_layers") or text.get("hidden_size_per_layer_input"):
+    if _shares(model_type, config.get("text_config") or config):
         raise CannotSplit(
             f"{model_type}: its layers share keys and values or read their own embeddings, so it cannot be "
             "split; serve it with --stages 1"
@@ -181,6 +203,14 @@ def refuse_uncuttable(model_type: str, config: dict[str, Any]) -> None:
             f"{model_type}: splitting this family was never checked against the whole model; "
             "serve it with --stages 1"
         )
+
+
+def _shares(model_type: str, text: dict[str, Any]) -> bool:
+    if model_type.startswith("gemma3n"):
+        return True
+    # Where a gemma 4 config is silent, mlx-lm's default is to share.
+    silent = model_type.startswith("gemma4") and not {*SHARING[:2]} <= text.keys()
+    return silent or any(text.get(name) for name in SHARING)
 
 
 def cut_model(model: nn.Module, start: int, end: int) -> Cut:
@@ -193,6 +223,8 @@ def cut_model(model: nn.Module, start: int, end: int) -> Cut:
     slots = _slots(layers, len(prototypes))
     box = Box()
     cut = Cut(model, start, end, len(layers), box, prototypes, slots)
+    layers = [GroupedMask(layer) if _needs_grouped_mask(layer) else layer for layer in layers]
+    owner[name] = layers
     if cut.first and cut.last:
         return cut
     owner[name] = [
@@ -208,6 +240,19 @@ def cut_model(model: nn.Module, start: int, end: int) -> Cut:
         for module, key in heads:
             module[key] = Identity()
     return cut
+
+
+def _needs_grouped_mask(layer: nn.Module) -> bool:
+    return type(layer).__module__ == "mlx_lm.models.gemma2" and layer.self_attn.repeats > 1
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """The attributes by which a forward decides something."""
+    return {
+        name: value
+        for name, value in [*vars(module).items(), *module.items()]
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str, type(None)))
+    }
 
 
 def _layer_list(model: nn.Module) -> tuple[nn.Module, str, list[nn.Module]]:
@@ -246,3 +291,8 @@ def _kind(cache: Any) -> Any:
         return tuple(_kind(part) for part in cache.caches)
     arrays = len(cache.cache) if isinstance(cache, ArraysCache) else None
     return type(cache).__name__.removeprefix("Batch"), getattr(cache, "max_size", None), arrays
+
+
+def _sort(cache: Any) -> type | None:
+    """What two caches must share to agree on how many tokens they hold, and for which rows."""
+    return next((sort for sort in (CacheList, ArraysCache) if isinstance(cache, sort)), None)

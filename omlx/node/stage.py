@@ -5,7 +5,6 @@ only stage are this one class. It knows no sockets and no head.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
@@ -84,16 +83,10 @@ class Stage:
             mx.eval(out, states)
             self.sink.give(tag, out)
             return ()
-        return self._draw(out, slices, states)
-
-    def _draw(self, logits: mx.array, slices: tuple[Slice, ...], states: list[Any]) -> tuple[Sampled, ...]:
-        asked = [i for i, piece in enumerate(slices) if piece.sample]
-        if not asked:
+        if not slices[0].sample:
             # The head is lazy: a chunk of a prompt costs this stage its layers alone.
             mx.eval(states)
             return ()
-        last = logits[:, -1, :]
-        if len(asked) < len(slices):
-            last = last[mx.array(asked)]
-        mx.async_eval(last, states)
-        return self.sampler.draw(last, [slices[i] for i in asked])
+        logits = out[:, -1, :]
+        mx.async_eval(logits, states)
+        return self.sampler.draw(logits, slices)

@@ -76,13 +76,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     slices: tuple[Slice, ...]
 
     def batches(self) -> Iterator[tuple[Slice, ...]]:
-        """The forwards of this step: neighbouring slices of one token together, longer ones alone."""
-        for single, run in groupby(self.slices, key=lambda s: len(s.tokens) == 1):
-            if single:
+        """The forwards of this step: the slices that are drawn from together, the others each alone."""
+        for sample, run in groupby(self.slices, key=lambda piece: piece.sample):
+            if sample:
                 yield tuple(run)
             else:
-                for one in run:
-                    yield (one,)
+                for piece in run:
+                    yield (piece,)
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):

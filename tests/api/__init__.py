@@ -1,0 +1,1 @@
+"""Tests of the HTTP side, over a scripted model and a real server."""

@@ -1,0 +1,103 @@
+"""What the benches measure: the server's own pipelines and engines, without HTTP and text around them."""
+
+import random
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from omlx.cluster.local_actor import place_local
+from omlx.cluster.planner import NodeBudget, ShardPlan, plan_shards
+from omlx.demo.cache import build_whole, default_cache
+from omlx.demo.models import build
+from omlx.ids import ModelId
+from omlx.node.engine import Engine
+from omlx.node.manifest import read_manifest
+from omlx.node.pipeline import Pipeline, PipelineSpec
+from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.sequence import Request
+from omlx.node.step import SamplingParams
+from omlx.settings import Settings
+from tests.models.tiny import TINY, build_tiny, recipe
+
+WITHIN_S = 120.0
+"""For a load and for a step; reached only where something hangs."""
+CONTEXT_TOKENS = 2048
+ROOMY = 2**40
+"""A budget in bytes that decides nothing."""
+
+
+def model_folder(name: str) -> Path:
+    """A tiny or a demonstration model, built on first use."""
+    cache = default_cache()
+    if name in TINY:
+        return build_whole(cache / "tests" / name, recipe(), lambda beside: build_tiny(name, beside))
+    return build(name, cache)
+
+
+def shards(folder: Path, stages: int) -> ShardPlan:
+    """The layers over `stages` equal budgets, as the coordinator cuts them."""
+    nodes = [NodeBudget(f"stage {i}", ROOMY) for i in range(stages)]
+    return plan_shards(read_manifest(folder), nodes, context_tokens=CONTEXT_TOKENS, sequences=1)
+
+
+def new_pipeline(folder: Path, stages: int) -> Pipeline:
+    """Not yet opened; its stages are child processes."""
+    spans: list[tuple[int, int | None]] = [(span.start, span.end) for span in shards(folder, stages).spans]
+    spec = PipelineSpec(
+        folder, ((0, None),) if stages == 1 else tuple(spans), load_timeout_s=WITHIN_S, step_timeout_s=WITHIN_S
+    )
+    return Pipeline(spec, place_local)
+
+
+@asynccontextmanager
+async def running_engine(folder: Path, stages: int) -> AsyncIterator[Engine]:
+    """An engine with the server's default limits."""
+    defaults = Settings.model_fields
+    limits = Limits(
+        places=defaults["max_concurrent_requests"].default,
+        queue=defaults["max_queued_requests"].default,
+        groups=stages,
+        step_tokens=defaults["step_tokens"].default,
+        mixed_step_tokens=defaults["mixed_step_tokens"].default,
+        capacity_tokens=10**6,
+    )
+    engine = Engine(ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages))
+    await engine.open(lambda done, total: None)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def prompts(count: int, tokens: int, vocabulary: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """The same token ids in every run."""
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(10, vocabulary) for _ in range(tokens)) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Greedy tokens, and when the first and the last of them came, on time.perf_counter."""
+
+    tokens: tuple[int, ...]
+    first: float
+    last: float
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token, after the first."""
+        return (self.last - self.first) / (len(self.tokens) - 1)
+
+
+async def answer(engine: Engine, prompt: Iterable[int], max_tokens: int) -> Answer:
+    """Exactly `max_tokens` greedy tokens: no stop token ends it."""
+    request = Request(tuple(prompt), SamplingParams(temperature=0), max_tokens, frozenset())
+    tokens = []
+    first = 0.0
+    async for token in engine.submit(request):
+        if not tokens:
+            first = time.perf_counter()
+        tokens.append(token.id)
+    return Answer(tuple(tokens), first, time.perf_counter())
