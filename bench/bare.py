@@ -1,13 +1,11 @@
-"""The other side of a comparison: plain loops in a process of their own, without an engine around.
+"""The other side of a comparison: plain loops (bench/loops.py) in a process of their own.
 
-`python -m bench.bare FOLDER` reads one request a line from standard input and answers with one line. The
-process has the environment of a stage, so both sides compute with the same libraries and threads.
+The process has the environment of a stage, so both sides compute with the same libraries and threads.
 """
 
 import asyncio
 import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,7 +52,7 @@ class Bare:
 @asynccontextmanager
 async def running_bare(folder: Path) -> AsyncIterator[Bare]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.bare", str(folder)),
+        *(sys.executable, "-m", "bench.loops", str(folder)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | compute_environment(),
@@ -65,22 +63,3 @@ async def running_bare(folder: Path) -> AsyncIterator[Bare]:
         assert process.stdin is not None
         process.stdin.close()
         await process.wait()
-
-
-# ------------------------------------------------------------------ the child's side
-
-
-class Loops:
-    """Each model is loaded when a loop first needs it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def run(self, ask: Ask) -> Told:
-        match ask.loop:
-            case "decode":
-                return self._decode(ask)
-            case "steps":
-                return self._steps(ask, sample=True)
-            case "empty":
-                return self._steps(ask, sample=False)

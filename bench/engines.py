@@ -32,7 +32,11 @@ def model_folder(name: str) -> Path:
     """A tiny or a demonstration model, built on first use."""
     cache = default_cache()
     if name in TINY:
-        return build_whole(cache / "tests" / name, recipe(), lambda beside: build_tiny(name, beside))
+
+        def make(beside: Path) -> None:
+            build_tiny(name, beside)
+
+        return build_whole(cache / "tests" / name, recipe(), make)
     return build(name, cache)
 
 
@@ -46,7 +50,10 @@ def new_pipeline(folder: Path, stages: int) -> Pipeline:
     """Not yet opened; its stages are child processes."""
     spans: list[tuple[int, int | None]] = [(span.start, span.end) for span in shards(folder, stages).spans]
     spec = PipelineSpec(
-        folder, ((0, None),) if stages == 1 else tuple(spans), load_timeout_s=WITHIN_S, step_timeout_s=WITHIN_S
+        folder,
+        ((0, None),) if stages == 1 else tuple(spans),
+        load_timeout_s=WITHIN_S,
+        step_timeout_s=WITHIN_S,
     )
     return Pipeline(spec, place_local)
 
@@ -94,7 +101,7 @@ class Answer:
 async def answer(engine: Engine, prompt: Iterable[int], max_tokens: int) -> Answer:
     """Exactly `max_tokens` greedy tokens: no stop token ends it."""
     request = Request(tuple(prompt), SamplingParams(temperature=0), max_tokens, frozenset())
-    tokens = []
+    tokens: list[int] = []
     first = 0.0
     async for token in engine.submit(request):
         if not tokens:

@@ -6,6 +6,7 @@ The child sees the socket close when the head dies, however it dies, and ends it
 import asyncio
 import ctypes.util
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ class LocalActor:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
         except TimeoutError:
+            # Not process.kill(): it would reap a child that is dead already, behind asyncio's back.
             if self.process.returncode is None:
-                self.process.kill()
+                os.kill(self.pid, signal.SIGKILL)
             await self.process.wait()
 
 
@@ -42,7 +44,7 @@ async def place_local(index: int) -> StageProcess:
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "omlx.node.host", "--fd", str(theirs.fileno())),
+            *(sys.executable, "-m", "omlx.node.process", "--fd", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,  # what a library prints must not mix with the command line's own output

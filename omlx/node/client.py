@@ -4,7 +4,6 @@ It knows a process only by its socket; how the process came to be there is the p
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -29,9 +28,9 @@ from omlx.node.wire import (
     read_for_head,
 )
 
-PING_EVERY_S = 1.0
-SILENT_AFTER_S = 3.0
-"""A stage whose socket thread answers no ping for so long is taken for dead."""
+PING_EVERY_S = 0.5
+SILENT_ROUNDS = 6
+"""A stage from which so many rounds bring no answer is taken for dead: after 3 s."""
 LEAVE_WITHIN_S = 5.0
 
 LoadProgress = Callable[[int, int], None]
@@ -72,7 +71,9 @@ class StageClient:
         self._answer: asyncio.Future[Loaded | Begun] | None = None
         self._progress: LoadProgress = lambda done, total: None
         self._epoch: Epoch | None = None
-        self._heard = time.monotonic()
+        self._pings = 0
+        self._news = asyncio.Event()
+        """Set by a pong and by the loss."""
         self._listening = asyncio.create_task(self._listen(), name=f"stage-{index}-listen")
         self._pinging: asyncio.Task[None] | None = None
 
@@ -82,8 +83,7 @@ class StageClient:
         answer = await self._ask(message, within_s)
         assert isinstance(answer, Loaded)
         self.loaded = answer
-        self._heard = time.monotonic()
-        self._pinging = asyncio.create_task(self._ping(), name=f"stage-{self.index}-ping")
+        self._pinging = asyncio.create_task(self._watch(), name=f"stage-{self.index}-ping")
         return answer
 
     async def begin(self, message: Begin, within_s: float) -> None:
@@ -91,6 +91,19 @@ class StageClient:
         self._epoch = message.epoch
         answer = await self._ask(message, within_s)
         assert isinstance(answer, Begun)
+
+    async def alive(self) -> bool:
+        """Whether its process answers. A neighbour's complaint may arrive before the end of the one that
+        it complains about."""
+        number = self._ping()
+        try:
+            async with asyncio.timeout(SILENT_ROUNDS * PING_EVERY_S):
+                while self.lost is None and (self.pong is None or self.pong.number < number):
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            self._lose(TooLate(f"stage {self.index} does not answer", self.index))
+        return self.lost is None
 
     def send(self, plan: StepPlan) -> None:
         """Queue a plan for the stage; its loss is reported as an event, not here."""
@@ -134,12 +147,12 @@ class StageClient:
             self._lose(LinkLost(f"stage {self.index}: {lost}", self.index))
 
     def _take(self, message: object) -> None:
-        self._heard = time.monotonic()
         match message:
             case Done(result):
                 self._report(result)
             case Pong():
                 self.pong = message
+                self._news.set()
             case Loading(done, total):
                 self._progress(done, total)
             case Loaded() | Begun():
@@ -166,18 +179,27 @@ class StageClient:
     def _lose(self, lost: StageLost) -> None:
         if self.lost is None:
             self.lost = lost
+            self._news.set()
             self._settle(lost)
             self._report(lost)
 
-    async def _ping(self) -> None:
-        number = 0
+    def _ping(self) -> int:
+        self._pings += 1
+        self._write(Ping(self._pings))
+        return self._pings
+
+    async def _watch(self) -> None:
+        """Counts rounds without an answer, not seconds: a head that was busy itself accuses nobody."""
+        silent = answered = 0
         while self.lost is None:
-            number += 1
-            self._write(Ping(number))
+            self._ping()
             await asyncio.sleep(PING_EVERY_S)
-            silent_s = time.monotonic() - self._heard
-            if silent_s > SILENT_AFTER_S:
-                self._lose(TooLate(f"stage {self.index} has been silent for {silent_s:.1f} s", self.index))
+            newest = self.pong.number if self.pong is not None else 0
+            silent = 0 if newest > answered else silent + 1
+            answered = newest
+            if silent >= SILENT_ROUNDS:
+                silent_s = silent * PING_EVERY_S
+                self._lose(TooLate(f"stage {self.index} has been silent for {silent_s:.0f} s", self.index))
 
 
 def _refused(name: str, message: str) -> Refused:

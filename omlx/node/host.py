@@ -1,10 +1,9 @@
-"""A stage's process: `python -m omlx.node.host --fd N`. The head is at the other end of the socket N.
+"""StageHost: what runs in a stage's process, between the control socket and the stage.
 
 The main thread computes; one thread reads the control socket and answers pings at once, so that a
 stage in a long step is told from a dead one. When the head's end closes, the process ends.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -199,14 +198,3 @@ def peak_rss_bytes() -> int:
     """The most memory that this process ever had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def main() -> None:
-    """The process's frame: whatever is not in our error tree ends it, with a traceback."""
-    parser = argparse.ArgumentParser(description="One stage of a model; started by the head.")
-    parser.add_argument("--fd", type=int, required=True, help="the control socket's file descriptor")
-    StageHost(socket.socket(fileno=parser.parse_args().fd)).run()
-
-
-if __name__ == "__main__":
-    main()

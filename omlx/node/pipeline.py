@@ -48,6 +48,9 @@ class Pipeline:
         self.stages: list[StageClient] = []
         self._place = place
         self._read: list[tuple[int, int]] = []
+        self._started: list[StageClient] = []
+        """Every stage that may have a process, in whatever state it is."""
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -71,10 +74,11 @@ class Pipeline:
 
         Raises StageLost when another one goes meanwhile.
         """
-        dead = [stage for stage in self.stages if stage.lost is not None]
+        alive = await _all(stage.alive() for stage in self.stages)
+        dead = [stage for stage, well in zip(self.stages, alive, strict=True) if not well]
         if self.spec.ring:
             dead = list(self.stages)  # a group of mx.distributed cannot be joined twice
-        await _all(stage.close(within_s=0.0) for stage in dead)
+        await _all(self._end(stage) for stage in dead)
         fresh = await _all(self._start(stage.index, lambda done, total: None) for stage in dead)
         for stage in fresh:
             self.stages[stage.index] = stage
@@ -96,12 +100,23 @@ class Pipeline:
             stage.lost = stage.lost or lost
 
     async def close(self) -> None:
-        stages, self.stages = self.stages, []
-        await asyncio.gather(*(stage.close() for stage in stages))
+        """End every process, also when this is called twice or its caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._end_all(), name="pipeline-close")
+        await asyncio.shield(self._closing)
+
+    async def _end_all(self) -> None:
+        await asyncio.gather(*(stage.close() for stage in self._started))
+        self._started, self.stages = [], []
+
+    async def _end(self, stage: StageClient) -> None:
+        await stage.close(within_s=0.0)
+        self._started.remove(stage)
 
     async def _start(self, index: int, progress: Callable[[int, int], None]) -> StageClient:
         process = await self._place(index)
         client = StageClient(index, process, self.events.put_nowait)
+        self._started.append(client)
         start, end = self.spec.spans[index]
         shares = self.spec.memory_shares or (1.0 / len(self.spec.spans),) * len(self.spec.spans)
 
@@ -122,7 +137,7 @@ class Pipeline:
         try:
             await client.load(load, told, self.spec.load_timeout_s)
         except (StageLost, Refused):
-            await client.close(within_s=0.0)
+            await self._end(client)
             raise
         return client
 

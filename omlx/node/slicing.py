@@ -18,25 +18,21 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from omlx.errors import CannotSplit
 
-CUTTABLE = frozenset(
-    {
-        *(
-            "cohere2",
-            "deepseek_v2",
-            "deepseek_v3",
-            "falcon_h1",
-            "gemma2",
-            "gemma3",
-            "gemma3_text",
-            "gemma4_text",
-        ),
-        *("glm4_moe", "gpt_oss", "granite", "jamba", "lfm2", "llama", "llama4_text", "ministral3", "mistral"),
-        *("mixtral", "nemotron_h", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next"),
-    }
-)
-"""The families whose cuts were compared with the whole model (tests/node/test_slicing.py and docs)."""
+NAMES = """
+    afmoe apertus bailing_moe cohere cohere2 deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1
+    ernie4_5 ernie4_5_moe exaone exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4
+    gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_neox gpt_oss granite granitemoe
+    granitemoehybrid hunyuan hunyuan_v1_dense internlm2 internlm3 jamba kimi_k2 kimi_k25 kimi_linear
+    kimi_vl lfm2 lfm2_moe llama llama4_text longcat_flash mimo mimo_v2_flash minicpm minicpm3
+    minimax minimax_m2 minimax_m3_vl ministral3 mistral mistral3 mistral4 mixtral nemotron
+    nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe pixtral qwen2 qwen2_5_vl qwen2_moe
+    qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss smollm3
+    solar_open stablelm starcoder2 step3p5
+"""
+CUTTABLE = frozenset(NAMES.split())
+"""The families whose cuts were compared with the whole model (tests/node/test_families.py)."""
 
-HEADS = ("lm_head", "output", "head")
+HEADS = ("lm_head", "output", "head", "embed_out")
 EXTRAS = {"mlx_lm.models.gemma4_text": 2, "mlx_lm.models.hunyuan": 1}
 """How many values a layer returns besides the hidden state; where layers share nothing they are unused."""
 SHARING = ("num_kv_shared_layers", "hidden_size_per_layer_input", "use_cla")
@@ -133,7 +129,7 @@ class Cut:
     prototypes: list[Any]
     """An empty cache for every cache slot of the whole model."""
     slots: list[int]
-    """The layer that owns each cache slot; some families have layers without one."""
+    """The layer that owns each cache slot, as some families have layers without one; empty when uncut."""
     _kinds: list[Any] = field(default_factory=list)
 
     @property
@@ -146,6 +142,8 @@ class Cut:
 
     def make_caches(self) -> list[Any]:
         """Fresh caches of one sequence, for the span's own slots."""
+        if self.first and self.last:
+            return deepcopy(self.prototypes)
         return [
             deepcopy(cache)
             for slot, cache in zip(self.slots, self.prototypes, strict=True)
@@ -219,14 +217,13 @@ def cut_model(model: nn.Module, start: int, end: int) -> Cut:
     Raises CannotSplit where the layer list or its caches do not have the usual shape.
     """
     prototypes = make_prompt_cache(model)
-    owner, name, layers = _layer_list(model)
-    slots = _slots(layers, len(prototypes))
+    _group_masks(model)
     box = Box()
-    cut = Cut(model, start, end, len(layers), box, prototypes, slots)
-    layers = [GroupedMask(layer) if _needs_grouped_mask(layer) else layer for layer in layers]
-    owner[name] = layers
-    if cut.first and cut.last:
-        return cut
+    count = len(model.layers)
+    if start == 0 and end == count:
+        return Cut(model, start, end, count, box, prototypes, [])
+    owner, name, layers = _layer_list(model)
+    cut = Cut(model, start, end, count, box, prototypes, _slots(layers, len(prototypes)))
     owner[name] = [
         layer if start <= i < end else Skip(layer, box, injects=i == start - 1, captures=i == end)
         for i, layer in enumerate(layers)
@@ -242,8 +239,11 @@ def cut_model(model: nn.Module, start: int, end: int) -> Cut:
     return cut
 
 
-def _needs_grouped_mask(layer: nn.Module) -> bool:
-    return type(layer).__module__ == "mlx_lm.models.gemma2" and layer.self_attn.repeats > 1
+def _group_masks(model: nn.Module) -> None:
+    if type(model).__module__ == "mlx_lm.models.gemma2":
+        model.model.layers = [
+            GroupedMask(layer) if layer.self_attn.repeats > 1 else layer for layer in model.layers
+        ]
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -267,7 +267,8 @@ FAMILIES: dict[str, Config] = {
         "n_shared_experts": None,
     },
     "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0},
-    "minicpm3": LATENT | {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0, "rope_scaling": LONGROPE},
+    "minicpm3": LATENT
+    | {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0, "rope_scaling": LONGROPE},
     "minimax": MOE | {"rotary_dim": 8},
     "minimax_m2": MOE | {"rotary_dim": 8},
     "minimax_m3_vl": text(
@@ -364,9 +365,9 @@ def randomise(model: nn.Module) -> None:
     model.update(tree_unflatten(drawn))
 
 
-def build_family(name: str, folder: Path) -> Path:
-    """Writes config.json and random float32 weights into `folder`, which must exist; returns it."""
-    config = config_of(name)
+def build_family(name: str, folder: Path, **changes: Any) -> Path:
+    """Writes config.json, with `changes`, and random float32 weights into `folder`, which must exist."""
+    config = config_of(name) | changes
     write_json(folder / "config.json", config)
     mx.random.seed(0)
     model_class, args_class = _get_classes(config)

@@ -1,0 +1,113 @@
+"""Plain loops without an engine: `python -m bench.loops FOLDER`, one JSON request and one answer a line."""
+
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+from bench.bare import Ask, Told
+from omlx.ids import Epoch, PlanId, SeqId
+from omlx.node.links import QueueLink
+from omlx.node.loader import load_span
+from omlx.node.stage import Stage
+from omlx.node.step import Admit, SamplingParams, Slice, StepPlan, StepResult
+
+SEQ = SeqId(0)
+DEADLINE_S = 60.0
+
+
+class Loops:
+    """A model is loaded when a loop first needs it, and kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._model: nn.Module | None = None
+        self._lines: dict[tuple[tuple[int, int], ...], StageLine] = {}
+
+    def run(self, ask: Ask) -> Told:
+        if ask.loop == "decode":
+            return self._decode(ask)
+        if ask.spans not in self._lines:
+            self._lines[ask.spans] = StageLine(self._folder, ask.spans)
+        line = self._lines[ask.spans]
+        line.begin()
+        return line.empty(ask.count) if ask.loop == "empty" else line.decode(ask.prompt, ask.count)
+
+    def _decode(self, ask: Ask) -> Told:
+        if self._model is None:
+            self._model, _ = load_model(self._folder)
+        times, tokens = [], []
+        for token, _ in generate_step(mx.array(ask.prompt), self._model, max_tokens=ask.count):
+            times.append(time.perf_counter())
+            tokens.append(int(token))
+        return Told(_apart(times), tuple(tokens))
+
+
+class StageLine:
+    """Every stage of a model in this process, one after the other, joined by queues."""
+
+    def __init__(self, folder: Path, spans: tuple[tuple[int, int], ...]) -> None:
+        self._stages = [
+            Stage(load_span(folder, start, end, lambda done, total: None))
+            for start, end in spans or ((0, None),)
+        ]
+        self._epoch = Epoch(0)
+        self._plan = 0
+
+    def begin(self) -> None:
+        self._epoch = Epoch(self._epoch + 1)
+        self._plan = 0
+        links = [None, *(QueueLink(DEADLINE_S) for _ in self._stages[1:]), None]
+        for stage, (source, sink) in zip(self._stages, pairwise(links), strict=True):
+            stage.begin(self._epoch, source, sink)
+
+    def empty(self, count: int) -> Told:
+        times = []
+        for _ in range(count):
+            self._step((), ())
+            times.append(time.perf_counter())
+        return Told(_apart(times), ())
+
+    def decode(self, prompt: tuple[int, ...], count: int) -> Told:
+        self._step((Admit(SEQ, SamplingParams(temperature=0), (), ()),), ())
+        if len(prompt) > 1:
+            self._step((), (Slice(SEQ, prompt[:-1], 0, sample=False),))
+        times: list[float] = []
+        tokens: list[int] = []
+        token = prompt[-1]
+        for start in range(len(prompt) - 1, len(prompt) - 1 + count):
+            token = self._step((), (Slice(SEQ, (token,), start, sample=True),)).sampled[0].token
+            times.append(time.perf_counter())
+            tokens.append(token)
+        return Told(_apart(times), tuple(tokens))
+
+    def _step(self, admits: tuple[Admit, ...], slices: tuple[Slice, ...]) -> StepResult:
+        plan = StepPlan(PlanId(self._plan), self._epoch, (), admits, slices)
+        self._plan += 1
+        result = None
+        for stage in self._stages:
+            result = stage.step(plan)
+        assert result is not None, "the last stage answers"
+        return result
+
+
+def _apart(times: list[float]) -> float:
+    """The mean time from one to the next."""
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def main() -> None:
+    loops = Loops(Path(sys.argv[1]))
+    for line in sys.stdin:
+        told = loops.run(msgspec.json.decode(line, type=Ask))
+        print(msgspec.json.encode(told).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

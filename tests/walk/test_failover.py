@@ -1,0 +1,165 @@
+"""Stages die; answers do not. Real processes, real signals."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from omlx.errors import ModelFailed
+from omlx.node.engine import Engine
+from omlx.node.step import SamplingParams
+from tests.walk.engines import answer, answers, compare, engine, request
+
+Tiny = Callable[[str], Path]
+PROMPTS = [[(17 * i + 5 * n) % 700 + 20 for i in range(n)] for n in (3, 40, 150)]
+
+
+def kill(opened: Engine, stage: int, how: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(opened.pipeline.stages[stage].process.pid, how)
+
+
+async def until(true: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Another process's doing gives no event to wait for."""
+    started = time.monotonic()
+    while not true():
+        assert time.monotonic() - started < within_s
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def noticed(opened: Engine, within_s: float) -> AsyncIterator[None]:
+    """What the block does to a stage is noticed within that time."""
+    before = opened.recoveries
+    yield
+    await until(lambda: opened.recovering or opened.recoveries > before, within_s)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_killed_stage_is_noticed_and_every_answer_goes_on_to_the_same_tokens(
+    stage: int, tiny: Tiny
+) -> None:
+    folder = tiny("tiny-llama")
+    wanted = [request(prompt, max_tokens=60) for prompt in PROMPTS]
+    warm = request(PROMPTS[1], 60, SamplingParams(temperature=0.8, presence_penalty=0.4, seed=11))
+
+    async def walk() -> None:
+        async with engine(folder, 3) as (opened, scheduler):
+            undisturbed = await answer(opened, warm)
+            streams = [opened.submit(one) for one in [*wanted, warm]]
+            found = [[(await anext(stream)).id] for stream in streams]
+            async with noticed(opened, within_s=1.0):
+                kill(opened, stage)
+            for tokens, stream in zip(found, streams, strict=True):
+                tokens += [token.id async for token in stream]
+            assert compare(folder, wanted, found[:3]) >= 2
+            assert found[3] == undisturbed
+            assert opened.recoveries == 1
+            assert compare(folder, wanted, await answers(opened, wanted)) >= 2
+            scheduler.check()
+
+    asyncio.run(walk())
+
+
+def test_a_stage_killed_while_a_prompt_is_computed_and_one_killed_while_idle(tiny: Tiny) -> None:
+    folder = tiny("tiny-qwen3-next")
+    wanted = request([(3 * i) % 700 + 20 for i in range(1500)], max_tokens=5)
+
+    async def walk() -> None:
+        async with engine(folder, 2) as (opened, scheduler):
+            stream = opened.submit(wanted)
+            await until(lambda: bool(scheduler.in_flight))
+            kill(opened, 0)
+            compare(folder, [wanted], [[token.id async for token in stream]])
+            async with noticed(opened, within_s=1.0):
+                kill(opened, 1)
+            compare(folder, [wanted], [await answer(opened, wanted)])
+            assert opened.recoveries == 2
+
+    asyncio.run(walk())
+
+
+def test_a_frozen_stage_is_told_from_a_busy_one_within_a_few_seconds(tiny: Tiny) -> None:
+    folder = tiny("tiny-llama")
+    wanted = [request(prompt, max_tokens=40) for prompt in PROMPTS]
+
+    async def walk() -> None:
+        async with engine(folder, 2) as (opened, _):
+            streams = [opened.submit(one) for one in wanted]
+            await anext(streams[0])
+            async with noticed(opened, within_s=5.0):
+                kill(opened, 1, signal.SIGSTOP)
+            found = [[token.id async for token in stream] for stream in streams]
+            assert compare(folder, wanted[1:], found[1:]) >= 1
+
+    asyncio.run(walk())
+
+
+def test_after_three_deaths_within_a_minute_the_model_fails_with_one_clear_error(tiny: Tiny) -> None:
+    folder = tiny("tiny-llama")
+
+    async def walk() -> None:
+        async with engine(folder, 1) as (opened, _):
+            stream = opened.submit(request(PROMPTS[0], max_tokens=100_000))
+            for deaths in range(3):
+                await anext(stream)
+                kill(opened, 0)
+                if deaths < 2:
+                    await until(lambda deaths=deaths: opened.recoveries > deaths)
+            with pytest.raises(ModelFailed, match="3 times"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(ModelFailed):
+                opened.submit(request(PROMPTS[0]))
+            assert opened.health().state == "failed"
+            await until(lambda: not children())
+
+    asyncio.run(walk())
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+HEAD = textwrap.dedent(
+    """
+    import asyncio, sys
+    from pathlib import Path
+    from tests.walk.engines import engine, request
+
+    async def walk():
+        async with engine(Path(sys.argv[1]), 2) as (opened, _):
+            stream = opened.submit(request([5, 6, 7], max_tokens=100_000))
+            await anext(stream)
+            print(*(stage.process.pid for stage in opened.pipeline.stages), flush=True)
+            async for _ in stream:
+                pass
+
+    asyncio.run(walk())
+    """
+)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_head_that_goes_in_any_way_leaves_no_stage_behind(how: signal.Signals, tiny: Tiny) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD, str(tiny("tiny-llama"))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as head:
+        assert head.stdout is not None
+        stages = [psutil.Process(int(pid)) for pid in head.stdout.readline().split()]
+        assert len(stages) == 2
+        head.send_signal(how)
+        head.wait(timeout=20)
+        _, alive = psutil.wait_procs(stages, timeout=5)
+        assert not alive
