@@ -23,7 +23,7 @@ from omlx.node.step import StepPlan
 MODEL = "tiny-llama"
 FOLDER = model_folder(MODEL)
 ROUNDS = 9
-STEPS = 200
+STEPS = 100
 STAGES = (1, 3)
 VOCABULARY = 500
 (PROMPT,) = prompts(1, 16, VOCABULARY)

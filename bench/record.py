@@ -22,11 +22,12 @@ class Spread:
     min: float
     median: float
     max: float
+    runs: int
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
         known = [round(value, 4) for value in values]
-        return cls(min(known), round(statistics.median(known), 4), max(known))
+        return cls(min(known), round(statistics.median(known), 4), max(known), len(known))
 
 
 def tell(bench: str, model: str, ratio: float, figures: Mapping[str, Spread]) -> None:

@@ -14,7 +14,7 @@ from omlx.node.engine import Engine
 
 MODEL = "smollm2-135m-instruct-f32"
 ROUNDS = 4
-TOKENS = 24
+TOKENS = 16
 FEW, MANY = 4, 8
 PROMPTS = prompts(MANY, 16, 40_000)
 

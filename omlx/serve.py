@@ -33,6 +33,13 @@ def check_door(settings: Settings) -> None:
         )
 
 
+def own_names(settings: Settings) -> tuple[str, ...]:
+    """What clients may call this server: a page that rebinds a name of its own is none of these."""
+    name = socket.gethostname()
+    local = name if name.endswith(".local") else f"{name}.local"
+    return (*settings.allowed_hosts, settings.host, name, local)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """The listening socket. Raises BadSetting naming the port, and who holds it where that can be told."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -133,7 +140,7 @@ async def serve(
             app = create_app(
                 coordinator,
                 api_key=settings.api_key,
-                allowed_hosts=settings.allowed_hosts,
+                allowed_hosts=own_names(settings),
                 max_body_bytes=settings.max_body_bytes,
                 keepalive_s=settings.keepalive_s,
             )

@@ -6,6 +6,7 @@ The child sees the socket close when the head dies, however it dies, and ends it
 import asyncio
 import ctypes.util
 import os
+import platform
 import signal
 import socket
 import sys
@@ -64,7 +65,7 @@ def compute_environment() -> dict[str, str]:
     MLX's wheel for Linux links the reference BLAS, which is some 20 times slower on float32 than
     OpenBLAS. One thread each: stages share the machine, and two threads gained nothing.
     """
-    if not sys.platform.startswith("linux"):
+    if platform.system() != "Linux":
         return {}
     library = ctypes.util.find_library("openblas")
     if library is None:

@@ -47,6 +47,14 @@ class Built:
         return [self.span(start, end) for start, end in pairwise([0, *BORDERS[count], LAYERS])]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def uncompiled() -> Iterator[None]:
+    """On a CPU, MLX would spend minutes in the C++ compiler for the fused kernels of all these families."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     folder = build_family(request.param, tmp_path_factory.mktemp("family"))
