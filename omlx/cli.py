@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -16,10 +16,11 @@ from omlx.errors import BadSetting, OmlxError, Refused
 from omlx.node.library import Library, scan
 from omlx.node.manifest import read_manifest
 from omlx.observe import set_up_logging
-from omlx.serve import Server
-from omlx.serve import serve as serve_http
 from omlx.settings import Settings, load_settings
 from omlx.show import LoadBars
+
+if TYPE_CHECKING:
+    from omlx.serve import Server
 
 MOST_PLANNED = 32768
 """Tokens of context that `omlx plan` counts with unless told otherwise."""
@@ -132,7 +133,7 @@ def demo(
         folder = build(demo_model(), default_cache(), bars.tell)
     settings = load_settings(models=folder, host="127.0.0.1", port=port, stages=stages, log_level="warning")
 
-    async def question(server: Server) -> None:
+    async def question(server: "Server") -> None:
         await ask(f"http://{settings.host}:{settings.port}/v1", folder.name, console)
         server.should_exit = once
 
@@ -257,12 +258,15 @@ def bench(  # noqa: PLR0913 (one parameter a flag)
         console.print(table)
 
 
-def run_server(settings: Settings, question: Callable[[Server], Awaitable[None]] | None = None) -> None:
+def run_server(settings: Settings, question: Callable[["Server"], Awaitable[None]] | None = None) -> None:
     """Serve, with bars while models load, one line when it is ready, and then perhaps a question."""
+    # FastAPI takes half a second to import, which the other commands need not wait for.
+    from omlx.serve import serve as serve_http
+
     set_up_logging(settings.log_level)
     bars = LoadBars(errors)
 
-    async def beside(server: Server, library: Library) -> None:
+    async def beside(server: "Server", library: Library) -> None:
         bars.stop()
         for entry in library.entries:
             if entry.problem is not None:

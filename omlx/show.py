@@ -22,7 +22,6 @@ class LoadBars:
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> "LoadBars":
-        self._progress.start()
         return self
 
     def __exit__(
@@ -40,5 +39,6 @@ class LoadBars:
     def tell(self, what: str, done: int, total: int) -> None:
         """`what` names the bar; its first mention makes it."""
         if what not in self._tasks:
+            self._progress.start()
             self._tasks[what] = self._progress.add_task(what, total=total)
         self._progress.update(self._tasks[what], completed=done, total=total)

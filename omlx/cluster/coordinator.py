@@ -142,14 +142,6 @@ class Coordinator:
         plan = self._plan(id, manifest)
         capacity = capacity_tokens(manifest, plan, self._serving.max_concurrent_requests)
         context = min(self._context[id], capacity)
-        log.info(
-            "loading",
-            model=id,
-            stages=[(stage.span.start, stage.span.end) for stage in plan.stages],
-            weight_bytes=sum(stage.weights for stage in plan.stages),
-            context_tokens=context,
-            capacity_tokens=capacity,
-        )
         engine = self._engine(id, folder, plan, capacity)
         reading = asyncio.create_task(asyncio.to_thread(load_tokenizer, folder), name=f"tokenizer-{id}")
         try:
@@ -159,6 +151,14 @@ class Coordinator:
             reading.cancel()
             await engine.close()
             raise
+        log.info(
+            "loaded",
+            model=id,
+            stages=[(stage.span.start, stage.span.end) for stage in plan.stages],
+            weight_bytes=sum(stage.weights for stage in plan.stages),
+            context_tokens=context,
+            capacity_tokens=capacity,
+        )
         self._context[id] = context
         used = sum(stage.weights + stage.kv for stage in plan.stages)
         return Served(engine, ChatModel(id, tokenizer, engine, context), used)

@@ -189,15 +189,19 @@ class _Translated:
 
 
 def _auto_tokenizer() -> Any:
-    # Two seconds, so only where a model is served; and nobody who serves MLX models misses PyTorch.
-    logging.getLogger("transformers").addFilter(_not_about_pytorch)
+    # Two seconds, so only where a model is served.
+    # Its advice about PyTorch and model classes is for who runs models with it; we say ourselves what a
+    # folder lacks. It sets its own level while it is imported, so the notice there needs a filter.
+    logging.getLogger("transformers").addFilter(_is_an_error)
     from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.set_verbosity_error()
     return AutoTokenizer
 
 
-def _not_about_pytorch(record: logging.LogRecord) -> bool:
-    return "PyTorch was not found" not in record.getMessage()
+def _is_an_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _read_object(path: Path) -> dict[str, Any]:
