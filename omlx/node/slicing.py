@@ -19,20 +19,19 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from omlx.errors import CannotSplit
 
 NAMES = """
-    afmoe apertus bailing_moe cohere cohere2 deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1
-    ernie4_5 ernie4_5_moe exaone exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4
-    gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_neox gpt_oss granite granitemoe
-    granitemoehybrid hunyuan hunyuan_v1_dense internlm2 internlm3 jamba kimi_k2 kimi_k25 kimi_linear
-    kimi_vl lfm2 lfm2_moe llama llama4_text longcat_flash mimo mimo_v2_flash minicpm minicpm3
-    minimax minimax_m2 minimax_m3_vl ministral3 mistral mistral3 mistral4 mixtral nemotron
-    nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe pixtral qwen2 qwen2_5_vl qwen2_moe
-    qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss smollm3
-    solar_open stablelm starcoder2 step3p5
+    afmoe apertus bailing_moe cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5
+    ernie4_5_moe exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt_oss granite granitemoe granitemoehybrid hunyuan hunyuan_v1_dense
+    internlm3 jamba kimi_k2 kimi_k25 kimi_linear lfm2 lfm2_moe llama llama4_text longcat_flash mimo
+    mimo_v2_flash minimax minimax_m2 minimax_m3_vl ministral3 mistral mistral3 mistral4 mixtral
+    nemotron_h olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5
+    qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss smollm3 stablelm starcoder2
+    step3p5
 """
 CUTTABLE = frozenset(NAMES.split())
 """The families whose cuts were compared with the whole model (tests/node/test_families.py)."""
 
-HEADS = ("lm_head", "output", "head", "embed_out")
+HEADS = ("lm_head", "output", "head")
 EXTRAS = {"mlx_lm.models.gemma4_text": 2, "mlx_lm.models.hunyuan": 1}
 """How many values a layer returns besides the hidden state; where layers share nothing they are unused."""
 SHARING = ("num_kv_shared_layers", "hidden_size_per_layer_input", "use_cla")

@@ -129,14 +129,11 @@ FAMILIES: dict[str, Config] = {
     "bailing_moe": MOE,
     "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window_pattern": 3},
-    "deepseek": MOE,
     "deepseek_v2": LATENT | MOE | {"rope_scaling": YARN},
     "deepseek_v32": INDEXED,
-    "dots1": MOE | {"scoring_func": "noaux_tc"},
     "ernie4_5": {},
     "ernie4_5_moe": MOE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
     "exaone4": {"sliding_window_pattern": "LLG", "rope_scaling": None},
-    "exaone": {"num_layers": LAYERS, "layer_norm_epsilon": 1e-6},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
     "gemma": TIED,
     "gemma2": GEMMA,
@@ -152,7 +149,6 @@ FAMILIES: dict[str, Config] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
-    "glm": {},
     "glm4": {},
     "glm4_moe": MOE | {"rope_scaling": None, "use_qk_norm": True},
     "glm4_moe_lite": LATENT | MOE,
@@ -162,16 +158,6 @@ FAMILIES: dict[str, Config] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "moe_layer_freq": 1,
-    },
-    "gpt_neox": {"num_key_value_heads": 4, "rotary_emb_base": 10000, "rotary_pct": 0.5},
-    "gpt2": {
-        "num_key_value_heads": 4,
-        "n_embd": 64,
-        "n_ctx": 64,
-        "n_head": 4,
-        "n_layer": LAYERS,
-        "n_positions": 64,
-        "layer_norm_epsilon": 1e-6,
     },
     "granite": SCALED | TIED,
     "granitemoe": SCALED | MOE,
@@ -187,7 +173,6 @@ FAMILIES: dict[str, Config] = {
         "cla_share_factor": 2,
     },
     "hunyuan_v1_dense": {"rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
-    "internlm2": {"rope_scaling": None},
     "internlm3": {},
     "jamba": MOE
     | MAMBA
@@ -200,7 +185,6 @@ FAMILIES: dict[str, Config] = {
     },
     "kimi_k2": LATENT | MOE,
     "kimi_k25": text("kimi_k2", LATENT | MOE),
-    "kimi_vl": text("kimi_vl_text", LATENT | MOE),
     "kimi_linear": LATENT
     | MOE
     | {
@@ -266,9 +250,6 @@ FAMILIES: dict[str, Config] = {
         "swa_v_head_dim": 16,
         "n_shared_experts": None,
     },
-    "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0},
-    "minicpm3": LATENT
-    | {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0, "rope_scaling": LONGROPE},
     "minimax": MOE | {"rotary_dim": 8},
     "minimax_m2": MOE | {"rotary_dim": 8},
     "minimax_m3_vl": text(
@@ -291,7 +272,6 @@ FAMILIES: dict[str, Config] = {
     "mistral4": LATENT | MOE | {"rope_parameters": YARN},
     "mistral3 mistral4": text("mistral4", LATENT | MOE | {"rope_parameters": YARN}),
     "mixtral": MOE,
-    "nemotron": {"hidden_act": "relu2"},
     "nemotron_h": MOE
     | {
         "hybrid_override_pattern": ["M", "-", "*", "M", "E", "*"],
@@ -307,16 +287,10 @@ FAMILIES: dict[str, Config] = {
     },
     "olmo2": {},
     "olmo3": {"layer_types": SLIDING},
-    "olmo_hybrid": LINEAR
-    | {
-        "linear_allow_neg_eigval": True,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-    },
     "olmoe": MOE,
     "phi": {},
     "phi3": {},
     "phimoe": MOE | {"rope_scaling": LONGROPE},
-    "pixtral": text("mistral", {}),
     "qwen2": {},
     "qwen2_5_vl": text("qwen2_5_vl_text", {}),
     "qwen2_moe": MOE,
@@ -327,7 +301,6 @@ FAMILIES: dict[str, Config] = {
     "qwen3_vl_moe": text("qwen3_vl_moe_text", MOE | {"decoder_sparse_step": 1, "mlp_only_layers": []}),
     "seed_oss": {},
     "smollm3": {},
-    "solar_open": MOE | {"rope_scaling": None, "use_qk_norm": True},
     "stablelm": {"use_qkv_bias": True},
     "starcoder2": {"norm_epsilon": 1e-5} | TIED,
     "step3p5": {

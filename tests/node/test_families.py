@@ -78,7 +78,6 @@ def chunks() -> Iterator[mx.array]:
 def through(stages: list[Cut], x: mx.array, caches: list[list[Any]]) -> mx.array:
     for cut, own in zip(stages, caches, strict=True):
         x = cut(x, own)
-    mx.eval(x, [cache.state for own in caches for cache in own])
     return x
 
 
@@ -89,10 +88,11 @@ def test_two_three_and_four_stages_give_bit_equal_logits(built: Built) -> None:
     for count in BORDERS:
         stages = built.stages(count)
         caches = [cut.make_caches() for cut in stages]
-        for step, (x, logits) in enumerate(zip(chunks(), expected, strict=True)):
-            found = through(stages, x, caches)
-            assert mx.isfinite(found).all().item(), (count, step)
-            assert mx.array_equal(found, logits).item(), (count, step)
+        found = [through(stages, x, caches) for x in chunks()]
+        mx.eval(found)
+        for step, (logits, right) in enumerate(zip(found, expected, strict=True)):
+            assert mx.isfinite(logits).all().item(), (count, step)
+            assert mx.array_equal(logits, right).item(), (count, step)
 
 
 def test_two_rows_of_unequal_length_decode_together_as_they_would_alone(built: Built) -> None:
@@ -113,7 +113,7 @@ def test_two_rows_of_unequal_length_decode_together_as_they_would_alone(built: B
         assert mx.array_equal(run(one, {seq: prompt}), run(four, {seq: prompt})).item()
         alone[seq] = make_prompt_cache(built.whole)
         mx.eval(built.whole(mx.array([prompt]), cache=alone[seq]))
-    for step in range(3):
+    for step in range(2):
         tokens = {seq: [30 + step + 50 * seq] for seq in prompts}
         together = run(four, tokens)
         assert mx.array_equal(together, run(one, tokens)).item(), step
