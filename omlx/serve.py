@@ -97,8 +97,8 @@ class Server(uvicorn.Server):
 async def running(settings: Settings, library: Library, progress: LoadProgress) -> AsyncIterator[Coordinator]:
     """A coordinator for `library`; a single model is loaded before this returns, several on first use."""
 
-    def memory_bytes() -> int:
-        return min(memory_ceiling_bytes(), memory_available_bytes())
+    def memory_bytes(taken: int) -> int:
+        return min(memory_ceiling_bytes() - taken, memory_available_bytes())
 
     coordinator = Coordinator(
         library,

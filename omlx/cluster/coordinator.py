@@ -62,14 +62,17 @@ class Served:
 
 
 class Coordinator:
-    """One per server. `ceiling_bytes` is what all models together may take, `available` what is free now."""
+    """One per server. `memory_bytes(taken)` is what one more model may take beside ours that take `taken`.
+
+    Loads go one after the other: each is planned with the memory that the one before has left.
+    """
 
     def __init__(
         self,
         library: Library,
         serving: Serving,
         place: Placement,
-        memory_bytes: Callable[[], int],
+        memory_bytes: Callable[[int], int],
         progress: LoadProgress = lambda model, done, total: None,
     ) -> None:
         self._serving = serving
@@ -77,6 +80,7 @@ class Coordinator:
         self._memory_bytes = memory_bytes
         self._progress = progress
         self._closed = False
+        self._loading = asyncio.Lock()
         self._loads: dict[ModelId, asyncio.Task[Served]] = {}
         self._entries = {entry.id: entry for entry in library.entries if entry.problem is None}
         self._library = library
@@ -106,7 +110,7 @@ class Coordinator:
             raise Closed("the server is shutting down")
         load = self._loads.get(entry.id)
         if load is None or (load.done() and (load.cancelled() or load.exception() is not None)):
-            load = asyncio.create_task(self._load(entry.id, entry.folder), name=f"load-{entry.id}")
+            load = asyncio.create_task(self._load_in_turn(entry.id, entry.folder), name=f"load-{entry.id}")
             self._loads[entry.id] = load
         return (await asyncio.shield(load)).chat
 
@@ -137,6 +141,10 @@ class Coordinator:
             if load.done() and not load.cancelled() and load.exception() is None
         ]
 
+    async def _load_in_turn(self, id: ModelId, folder: Path) -> Served:
+        async with self._loading:
+            return await self._load(id, folder)
+
     async def _load(self, id: ModelId, folder: Path) -> Served:
         manifest = await asyncio.to_thread(read_manifest, folder)
         plan = self._plan(id, manifest)
@@ -164,7 +172,8 @@ class Coordinator:
         return Served(engine, ChatModel(id, tokenizer, engine, context), used)
 
     def _plan(self, id: ModelId, manifest: ModelManifest) -> ShardPlan:
-        budget = self._memory_bytes() - sum(served.bytes for served in self._loaded())
+        taken = sum(served.bytes for served in self._loaded() if served.engine.failure is None)
+        budget = self._memory_bytes(taken)
         stages = self._serving.stages
         nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
         try:

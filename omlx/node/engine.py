@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -83,6 +84,8 @@ class Engine:
             await self.pipeline.open(self._scheduler.epoch, progress)
         except StageLost as lost:
             raise ModelFailed(f"{self.model}: a stage went while it was loading: {lost}") from lost
+        if not self.pipeline.batches:
+            self._scheduler.limits = replace(self._scheduler.limits, places=1)
         self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
         self._task.add_done_callback(self._ended)
 

@@ -21,6 +21,7 @@ import mlx.core as mx
 from omlx.errors import BadModel, StageLost
 from omlx.node.links import Link, MxLink, TcpLink
 from omlx.node.loader import load_span
+from omlx.node.rows import can_share
 from omlx.node.stage import Stage
 from omlx.node.step import StepPlan
 from omlx.node.wire import (
@@ -115,7 +116,8 @@ class StageHost:
         self._stage = Stage(cut)
         self._listener = socket.create_server((load.listen_host, 0), backlog=8)
         port: int = self._listener.getsockname()[1]
-        self._send(Loaded(port, mx.get_active_memory(), peak_rss_bytes()))
+        batches = can_share(cut.prototypes)
+        self._send(Loaded(port, mx.get_active_memory(), peak_rss_bytes(), batches))
 
     def _loading(self, done: int, total: int) -> None:
         self._send(Loading(done, total))

@@ -56,6 +56,11 @@ class Pipeline:
     def weight_bytes(self) -> int:
         return sum(stage.loaded.weight_bytes for stage in self.stages if stage.loaded is not None)
 
+    @property
+    def batches(self) -> bool:
+        """Whether every stage can compute several sequences together."""
+        return all(stage.loaded is None or stage.loaded.batches for stage in self.stages)
+
     async def open(self, epoch: Epoch, progress: Callable[[int, int], None]) -> None:
         """Start and load every stage side by side, then begin the first epoch.
 

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList
 
 from omlx.errors import OutOfStep
 from omlx.ids import SeqId
 from omlx.node.slicing import Cut
+
+
+def can_share(caches: Sequence[Any]) -> bool:
+    """Whether rows with such caches can lie in one batch; some of mlx-lm's kinds cannot be merged."""
+    return all(
+        can_share(cache.caches) if isinstance(cache, CacheList) else getattr(cache, "merge", None) is not None
+        for cache in caches
+    )
 
 
 @dataclass(slots=True)

@@ -104,6 +104,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Where this stage's neighbour before it may connect."""
     weight_bytes: int
     peak_rss_bytes: int
+    batches: bool = True
+    """Whether several sequences can be computed together; a few families run one after the other."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

@@ -1,13 +1,16 @@
 """n stages = 1 stage = mlx-lm; batched = alone; any chunk size; cancels in between change nobody."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from mlx_lm.models import llama4
 
 from omlx.node.step import SamplingParams
 from tests.models.tiny import FAMILIES
@@ -130,5 +133,47 @@ def test_over_mx_distributeds_ring_the_tokens_are_the_same(tiny: Tiny) -> None:
     async def walk() -> None:
         async with engine(folder, 2, link="ring", ring=ring) as (opened, _):
             assert compare(folder, wanted, await answers(opened, wanted)) >= 6
+
+    asyncio.run(walk())
+
+
+LLAMA4 = {
+    "attention_bias": False,
+    "attention_chunk_size": 32,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 96,
+    "max_position_embeddings": 4096,
+    "model_type": "llama4_text",
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "use_qk_norm": True,
+    "vocab_size": 768,
+}
+
+
+def test_a_family_whose_caches_cannot_be_merged_is_served_one_request_after_the_other(tmp_path: Path) -> None:
+    """llama4's chunked caches: two at once would end the stage's process."""
+    mx.random.seed(3)
+    config = {"model_type": "llama4", "text_config": LLAMA4}
+    model = llama4.Model(llama4.ModelArgs.from_dict(config))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = [request(prompt, max_tokens=6) for prompt in PROMPTS[:6]]
+
+    async def walk() -> None:
+        async with engine(tmp_path) as (opened, _):
+            alone = [await answer(opened, one) for one in wanted]
+            assert await answers(opened, wanted) == alone
+            assert opened.recoveries == 0
 
     asyncio.run(walk())
