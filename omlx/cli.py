@@ -63,36 +63,38 @@ def root(
 @app.command()
 def serve(  # noqa: PLR0913 (one parameter a flag)
     model_dir: ModelArgument = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on [default: 8000].")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on \\[default: 127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")] = None,
     stages: Annotated[
-        int | None, typer.Option(help="Stage processes per model on this machine [default: 1].")
+        int | None, typer.Option(help="Stage processes per model on this machine \\[default: 1].")
     ] = None,
     max_concurrent_requests: Annotated[
-        int | None, typer.Option(help="Requests that run at once, per model [default: 8].")
+        int | None, typer.Option(help="Requests that run at once, per model \\[default: 8].")
     ] = None,
     max_queued_requests: Annotated[
-        int | None, typer.Option(help="Requests that may wait; more get a 503 [default: 64].")
+        int | None, typer.Option(help="Requests that may wait; more get a 503 \\[default: 64].")
     ] = None,
     step_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens computed in one step [default: 512].")
+        int | None, typer.Option(help="Prompt tokens computed in one step \\[default: 512].")
     ] = None,
     mixed_step_tokens: Annotated[
         int | None,
-        typer.Option(help="The same while answers are running: smaller keeps them smoother [default: 128]."),
+        typer.Option(
+            help="The same while answers are running: smaller keeps them smoother \\[default: 128]."
+        ),
     ] = None,
     context_tokens: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer [default: the model's own].")
+        int | None, typer.Option(help="Longest prompt and answer \\[default: the model's own].")
     ] = None,
     link: Annotated[
         Literal["tcp", "ring", "jaccl"] | None,
-        typer.Option(help="How stages hand on hidden states [default: tcp]."),
+        typer.Option(help="How stages hand on hidden states \\[default: tcp]."),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Ask every client for this key; needed to listen beyond this machine.")
     ] = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None, typer.Option(help="[default: info]")
+        Literal["debug", "info", "warning", "error"] | None, typer.Option(help="\\[default: info]")
     ] = None,
 ) -> None:
     """Serve a model, or every model of a folder, at http://HOST:PORT/v1.
@@ -121,8 +123,10 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
 @app.command()
 def demo(
     once: Annotated[bool, typer.Option("--once", help="End after the answer instead of serving on.")] = False,
-    port: Annotated[int | None, typer.Option(help="Port to listen on [default: 8000].")] = None,
-    stages: Annotated[int | None, typer.Option(help="Stage processes on this machine [default: 1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Stage processes on this machine \\[default: 1].")
+    ] = None,
 ) -> None:
     """Build the embedded model (SmolLM2 135M Instruct, from a PyPI wheel), serve it, ask it a question."""
     from omlx.demo.cache import default_cache
@@ -171,7 +175,7 @@ def plan(
     ],
     context_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens per sequence [default: the model's own context, 32768 at most]."),
+        typer.Option(help="Tokens per sequence \\[default: the model's own context, 32768 at most]."),
     ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences of that length at once.")] = 1,
 ) -> None:

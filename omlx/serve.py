@@ -4,8 +4,9 @@ The composition of coordinator, API and uvicorn; the command line shows what it 
 """
 
 import asyncio
+import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import psutil
@@ -20,6 +21,7 @@ from omlx.node.library import Library, scan
 from omlx.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+JACCL_NEEDS = ("MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR")
 GRACE_S = 5
 """How long connections may take to end once the server stops; their streams end at once."""
 
@@ -31,6 +33,13 @@ def check_door(settings: Settings) -> None:
             f"host {settings.host} opens the server to the network: give it an --api-key "
             "(or OMLX_API_KEY), or stay on 127.0.0.1"
         )
+
+
+def check_link(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises BadSetting where mx.distributed would miss what only the operator can know."""
+    missing = [name for name in JACCL_NEEDS if name not in environment]
+    if settings.link == "jaccl" and missing:
+        raise BadSetting(f"link jaccl needs {' and '.join(missing)} in the environment; or use --link tcp")
 
 
 def own_names(settings: Settings) -> tuple[str, ...]:
@@ -96,10 +105,6 @@ class Server(uvicorn.Server):
 @asynccontextmanager
 async def running(settings: Settings, library: Library, progress: LoadProgress) -> AsyncIterator[Coordinator]:
     """A coordinator for `library`; a single model is loaded before this returns, several on first use."""
-
-    def memory_bytes(taken: int) -> int:
-        return min(memory_ceiling_bytes() - taken, memory_available_bytes())
-
     coordinator = Coordinator(
         library,
         Serving(
@@ -114,7 +119,8 @@ async def running(settings: Settings, library: Library, progress: LoadProgress) 
             link=settings.link,
         ),
         place_local,
-        memory_bytes,
+        memory_ceiling_bytes(),
+        memory_available_bytes,
         progress,
     )
     try:
@@ -134,6 +140,7 @@ async def serve(
     Raises Refused before anything is loaded where it cannot work.
     """
     check_door(settings)
+    check_link(settings)
     library = await asyncio.to_thread(find_models, settings)
     with bind(settings.host, settings.port) as sock:
         async with running(settings, library, progress) as coordinator:

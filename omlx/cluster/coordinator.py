@@ -6,12 +6,14 @@ A model is always served by Engine -> Pipeline -> stages; one stage on this mach
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from omlx.cluster.capacity import capacity_tokens
-from omlx.cluster.planner import NodeBudget, ShardPlan, plan_shards
+from omlx.cluster.local_actor import free_ring
+from omlx.cluster.planner import NodeBudget, ShardPlan, StagePlan, plan_shards
 from omlx.errors import BadModel, Closed, DoesNotFit
 from omlx.ids import ModelId
 from omlx.node.chat import ChatModel
@@ -62,9 +64,10 @@ class Served:
 
 
 class Coordinator:
-    """One per server. `memory_bytes(taken)` is what one more model may take beside ours that take `taken`.
+    """One per server.
 
-    Loads go one after the other: each is planned with the memory that the one before has left.
+    `ceiling_bytes` is what all models together may take, `available_bytes` what is free now. Loads go one
+    after the other: each is planned with the memory that the one before has left.
     """
 
     def __init__(
@@ -72,12 +75,14 @@ class Coordinator:
         library: Library,
         serving: Serving,
         place: Placement,
-        memory_bytes: Callable[[int], int],
+        ceiling_bytes: int,
+        available_bytes: Callable[[], int],
         progress: LoadProgress = lambda model, done, total: None,
     ) -> None:
         self._serving = serving
         self._place = place
-        self._memory_bytes = memory_bytes
+        self._ceiling_bytes = ceiling_bytes
+        self._available_bytes = available_bytes
         self._progress = progress
         self._closed = False
         self._loading = asyncio.Lock()
@@ -173,7 +178,7 @@ class Coordinator:
 
     def _plan(self, id: ModelId, manifest: ModelManifest) -> ShardPlan:
         taken = sum(served.bytes for served in self._loaded() if served.engine.failure is None)
-        budget = self._memory_bytes(taken)
+        budget = min(self._ceiling_bytes - taken, self._available_bytes())
         stages = self._serving.stages
         nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
         try:
@@ -187,6 +192,11 @@ class Coordinator:
         except DoesNotFit as error:
             raise DoesNotFit(f"{id} does not fit into memory: {error}", error.short_bytes) from error
 
+    def _gpu_share(self, stage: StagePlan) -> float:
+        """A stage's part of the GPU's limits; over all stages of all models they never exceed the whole."""
+        alone = len(self._entries) == 1
+        return min(1.0, (stage.node.bytes if alone else stage.used) / self._ceiling_bytes)
+
     def _engine(self, id: ModelId, folder: Path, plan: ShardPlan, capacity: int) -> Engine:
         serving = self._serving
         whole = len(plan.stages) == 1
@@ -196,6 +206,8 @@ class Coordinator:
             load_timeout_s=serving.load_timeout_s,
             step_timeout_s=serving.step_timeout_s,
             link=serving.link,
+            ring=partial(free_ring, len(plan.stages)) if serving.link != "tcp" and not whole else None,
+            memory_shares=tuple(self._gpu_share(stage) for stage in plan.stages),
         )
         limits = Limits(
             places=serving.max_concurrent_requests,

@@ -10,6 +10,7 @@ import platform
 import signal
 import socket
 import sys
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from omlx.node.client import StageProcess
@@ -34,9 +35,11 @@ class LocalActor:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
         except TimeoutError:
-            # Not process.kill(): it would reap a child that is dead already, behind asyncio's back.
-            if self.process.returncode is None:
-                os.kill(self.pid, signal.SIGKILL)
+            # Not process.kill(): it would reap a child that is dead already, behind asyncio's back; whose
+            # own thread may have reaped it a moment ago.
+            with suppress(ProcessLookupError):
+                if self.process.returncode is None:
+                    os.kill(self.pid, signal.SIGKILL)
             await self.process.wait()
 
 
@@ -55,8 +58,19 @@ async def place_local(index: int) -> StageProcess:
         )
     finally:
         theirs.close()
-    reader, writer = await asyncio.open_connection(sock=ours)
+    try:
+        reader, writer = await asyncio.open_connection(sock=ours)
+    except BaseException:
+        ours.close()  # the child sees it and ends
+        raise
     return LocalActor(reader, writer, process)
+
+
+def free_ring(stages: int) -> tuple[str, ...]:
+    """An address of this machine for each stage of a new mx.distributed group."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(stages)]
+        return tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
 
 
 def compute_environment() -> dict[str, str]:

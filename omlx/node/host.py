@@ -19,6 +19,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from omlx.errors import BadModel, StageLost
+from omlx.ids import Epoch
 from omlx.node.links import Link, MxLink, TcpLink
 from omlx.node.loader import load_span
 from omlx.node.rows import can_share
@@ -57,6 +58,9 @@ class StageHost:
         self._listener: socket.socket | None = None
         self._stage: Stage | None = None
         self._group: mx.distributed.Group | None = None
+        self._links: tuple[Link, ...] = ()
+        self._newest: Epoch = Epoch(0)
+        """Of the Begins that the socket thread has seen; the compute thread may be behind."""
         self._rows = self._steps = 0
         self._busy_s = 0.0
 
@@ -85,8 +89,13 @@ class StageHost:
                 message = read_for_stage(self._control)
                 if isinstance(message, Ping):
                     self._send(self._pong(message.number))
-                else:
-                    self._inbox.put(message)
+                    continue
+                if isinstance(message, Begin):
+                    # The compute thread may wait for a neighbour of an epoch that is over now.
+                    self._newest = message.epoch
+                    for link in self._links:
+                        link.close()
+                self._inbox.put(message)
         except StageLost:
             # The head is gone, and with it everybody whom an answer would reach. The compute thread
             # may be deep in a step or a hung group: only the process's end is certain.
@@ -125,12 +134,13 @@ class StageHost:
     def _begin(self, begin: Begin) -> None:
         assert self._stage is not None
         self._stage.close()
-        self._rows = 0
+        self._rows, self._links = 0, ()
         try:
             source, sink = self._neighbours(begin)
         except StageLost as lost:
             self._send(Broken(begin.epoch, str(lost)))
             return
+        self._links = tuple(link for link in (source, sink) if link is not None)
         self._stage.begin(begin.epoch, source, sink)
         self._send(Begun(begin.epoch))
 
@@ -142,12 +152,15 @@ class StageHost:
             return before, behind
         # Connect first: nobody waits in a circle, since the last stage has only to accept.
         assert self._listener is not None
-        sink = source = None
-        if begin.downstream is not None:
-            sink = TcpLink.connect(begin.downstream, begin.epoch, begin.secret, begin.deadline_s)
-        if begin.upstream:
-            source = TcpLink.accept(self._listener, begin.epoch, begin.secret, begin.deadline_s)
-        return source, sink
+        sink = TcpLink.connect(begin.downstream, begin) if begin.downstream is not None else None
+        if not begin.upstream:
+            return None, sink
+        try:
+            return TcpLink.accept(self._listener, begin, lambda: self._newest > begin.epoch), sink
+        except StageLost:
+            if sink is not None:
+                sink.close()
+            raise
 
     def _step(self, plan: StepPlan) -> None:
         assert self._stage is not None

@@ -7,6 +7,7 @@ memory, for stages in one process; `MxLink`, over mx.distributed (ring, or JACCL
 import hmac
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from omlx.node.wire import (
     DTYPES,
     HELLO,
     HIDDEN,
+    Begin,
     Header,
     Tag,
     pack_header,
@@ -31,6 +33,9 @@ from omlx.node.wire import (
 )
 from omlx.node.wire import HEADER as HEADER_LAYOUT
 
+LOOK_UP_EVERY_S = 0.1
+CONNECT_WITHIN_S = 10.0
+HELLO_WITHIN_S = 2.0
 DEPTH = 4
 """Hidden states that may lie on each side of a link: a slow neighbour pushes back, nothing piles up."""
 
@@ -45,7 +50,8 @@ class Link(Protocol):
         """Wait for the hidden state with this tag. Raises LinkLost, TooLate, OutOfStep."""
 
     def close(self) -> None:
-        """Let go of both ends' resources here; safe to call twice."""
+        """Let go of this end; safe to call twice, and from another thread than the one that waits in
+        `give` or `take`, which then ends with LinkLost."""
 
 
 def _same(tag: Tag, wanted: Tag) -> None:
@@ -100,28 +106,34 @@ class TcpLink:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def connect(cls, address: tuple[str, int], epoch: Epoch, secret: bytes, deadline_s: float) -> "TcpLink":
+    def connect(cls, address: tuple[str, int], begin: Begin) -> "TcpLink":
         """The giving side. Shows the epoch and the secret first."""
         try:
-            sock = socket.create_connection(address, timeout=deadline_s)
-            sock.sendall(pack_header(HELLO, Tag(epoch, PlanId(0), 0), len(secret)) + secret)
+            sock = socket.create_connection(address, timeout=CONNECT_WITHIN_S)
+            hello = pack_header(HELLO, Tag(begin.epoch, PlanId(0), 0), len(begin.secret))
+            sock.sendall(hello + begin.secret)
         except OSError as error:
             raise LinkLost(f"cannot reach the next stage at {address[0]}:{address[1]}: {error}") from error
-        return cls(sock, deadline_s, reads=False)._started()
+        return cls(sock, begin.step_within_s, reads=False)._started()
 
     @classmethod
-    def accept(cls, listener: socket.socket, epoch: Epoch, secret: bytes, deadline_s: float) -> "TcpLink":
-        """The taking side. Whoever does not show this epoch and the secret is hung up on."""
-        listener.settimeout(deadline_s)
-        while True:
+    def accept(cls, listener: socket.socket, begin: Begin, over: Callable[[], bool]) -> "TcpLink":
+        """The taking side. Whoever does not show this epoch and the secret is hung up on.
+
+        Raises TooLate when nobody did before the deadline, or when `over` says that the epoch is.
+        """
+        listener.settimeout(LOOK_UP_EVERY_S)
+        end = time.monotonic() + begin.join_within_s
+        while time.monotonic() < end and not over():
             try:
                 sock, _ = listener.accept()
-            except OSError as error:
-                raise TooLate("the stage before did not connect") from error
-            sock.settimeout(deadline_s)
-            if _shown(sock, epoch, secret):
-                return cls(sock, deadline_s, reads=True)._started()
+            except TimeoutError:
+                continue
+            sock.settimeout(HELLO_WITHIN_S)
+            if _shown(sock, begin):
+                return cls(sock, begin.step_within_s, reads=True)._started()
             sock.close()
+        raise TooLate("the stage before did not connect")
 
     def _started(self) -> "TcpLink":
         self._thread.start()
@@ -154,14 +166,18 @@ class TcpLink:
         return _array(header, body)
 
     def close(self) -> None:
-        with suppress(Full):  # then the writer ends at the closed socket instead
-            self._out.put_nowait(None)
         with suppress(OSError):  # the other side was faster
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-        with suppress(Empty):  # a reader that waits for room sees the closed socket next
-            while True:
-                self._in.get_nowait()
+        self._lost = self._lost or LinkLost("this end was closed")
+        for queue in (self._in, self._out):
+            with suppress(Empty):  # a thread that waits for room there sees the closed socket next
+                while True:
+                    queue.get_nowait()
+        with suppress(Full):  # and one that waits for an item sees this
+            self._in.put_nowait(self._lost)
+        with suppress(Full):
+            self._out.put_nowait(None)
 
     def _write(self) -> None:
         while (item := self._out.get()) is not None:
@@ -184,19 +200,19 @@ class TcpLink:
             self._in.put(lost)
 
 
-def _shown(sock: socket.socket, epoch: Epoch, secret: bytes) -> bool:
+def _shown(sock: socket.socket, begin: Begin) -> bool:
     """Whether the one who connected showed the epoch and the secret."""
     head = bytearray(HEADER_LAYOUT.size)
     try:
         read_exactly(sock, memoryview(head))
         header = parse_header(head)
-        if header.kind != HELLO or header.tag.epoch != epoch or header.length != len(secret):
+        if header.kind != HELLO or header.tag.epoch != begin.epoch or header.length != len(begin.secret):
             return False
         shown = bytearray(header.length)
         read_exactly(sock, memoryview(shown))
     except StageLost:
         return False
-    return hmac.compare_digest(bytes(shown), secret)
+    return hmac.compare_digest(bytes(shown), begin.secret)
 
 
 def _array(header: Header, body: bytearray) -> mx.array:
@@ -213,7 +229,7 @@ def _array(header: Header, body: bytearray) -> mx.array:
 class MxLink:
     """Over an mx.distributed group, on the compute thread.
 
-    The group has no framing, so a header of six int32 travels first. It has no deadline either: a peer
+    The group has no framing, so a header of seven int32 travels first. It has no deadline either: a peer
     that vanishes hangs the process, and the head, which misses the step's result, kills it. The first
     error is fatal to the process: a second receive on a broken group hangs for ever.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from omlx.errors import Refused, StageLost
+from omlx.errors import StageLost
 from omlx.ids import Epoch
 from omlx.node.client import Event, Placement, StageClient
 from omlx.node.step import StepPlan
@@ -18,8 +18,8 @@ from omlx.node.wire import Begin, Load
 
 T = TypeVar("T")
 
-BEGIN_WITHIN_S = 10.0
-"""Joining the neighbours: connections alone, no data."""
+JOIN_WITHIN_S = 10.0
+"""Joining the neighbours once each of them has time for it: connections alone, no data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class PipelineSpec:
     load_timeout_s: float
     step_timeout_s: float
     link: str = "tcp"
-    ring: tuple[str, ...] = ()
-    """"host:port" of every stage where the link is mx.distributed's."""
-    memory_shares: tuple[float, ...] = ()
-    """Each stage's part of its machine's GPU limits; empty: equal parts of one machine."""
+    ring: Callable[[], tuple[str, ...]] | None = None
+    """Where the link is mx.distributed's: "host:port" for every stage, new ones for every group."""
+    memory_shares: tuple[float, ...] | None = None
+    """Each stage's part of its machine's GPU limits; None: equal parts of one machine."""
 
 
 class Pipeline:
@@ -48,6 +48,7 @@ class Pipeline:
         self.stages: list[StageClient] = []
         self._place = place
         self._read: list[tuple[int, int]] = []
+        self._ring: tuple[str, ...] = ()
         self._started: list[StageClient] = []
         """Every stage that may have a process, in whatever state it is."""
         self._closing: asyncio.Task[None] | None = None
@@ -68,6 +69,7 @@ class Pipeline:
         """
         try:
             self._read = [(0, 0)] * len(self.spec.spans)
+            self._ring = self.spec.ring() if self.spec.ring is not None else ()
             self.stages = await _all(self._start(i, progress) for i in range(len(self.spec.spans)))
             await self._begin(epoch)
         except BaseException:
@@ -81,8 +83,9 @@ class Pipeline:
         """
         alive = await _all(stage.alive() for stage in self.stages)
         dead = [stage for stage, well in zip(self.stages, alive, strict=True) if not well]
-        if self.spec.ring:
+        if self.spec.ring is not None:
             dead = list(self.stages)  # a group of mx.distributed cannot be joined twice
+            self._ring = self.spec.ring()
         await _all(self._end(stage) for stage in dead)
         fresh = await _all(self._start(stage.index, lambda done, total: None) for stage in dead)
         for stage in fresh:
@@ -135,13 +138,13 @@ class Pipeline:
             end=end,
             listen_host=process.host,
             memory_share=shares[index],
-            ring=self.spec.ring,
+            ring=self._ring,
             rank=index,
             backend=self.spec.link,
         )
         try:
             await client.load(load, told, self.spec.load_timeout_s)
-        except (StageLost, Refused):
+        except BaseException:
             await self._end(client)
             raise
         return client
@@ -149,27 +152,28 @@ class Pipeline:
     async def _begin(self, epoch: Epoch) -> None:
         """All at once: each connects to the one behind it and is connected to by the one before."""
         secret = secrets.token_bytes(32)
+        # A stage that lives may be deep in a step of the epoch before.
+        join_within_s = self.spec.step_timeout_s + JOIN_WITHIN_S
         behind = [*self.stages[1:], None]
 
         def message(stage: StageClient, next_stage: StageClient | None) -> Begin:
             downstream = None
             if next_stage is not None and next_stage.loaded is not None:
                 downstream = (next_stage.process.host, next_stage.loaded.port)
-            return Begin(epoch, stage.index > 0, downstream, secret, BEGIN_WITHIN_S)
+            return Begin(epoch, stage.index > 0, downstream, secret, join_within_s, self.spec.step_timeout_s)
 
         await _all(
-            stage.begin(message(stage, after), 2 * BEGIN_WITHIN_S)
+            stage.begin(message(stage, after), join_within_s + JOIN_WITHIN_S)
             for stage, after in zip(self.stages, behind, strict=True)
         )
 
 
 async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Wait for every one of them, then raise the first error: nothing is left running behind it.
-
-    A refusal goes before a loss: it says why the others went.
-    """
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
-        raise min(errors, key=lambda error: not isinstance(error, Refused))
-    return [result for result in results if not isinstance(result, BaseException)]
+    """Side by side; the first error cancels the others, and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,7 @@
 """A stage's process: `python -m omlx.node.process --fd N`, the head at the other end of socket N.
 
 It starts light. mlx-lm imports transformers and huggingface_hub for tokenizers and downloads; a stage
-does neither, and they cost two seconds of CPU and some 100 MB at every start and every failover. Here,
+does neither, and they cost two seconds of CPU and some 30 MB at every start and every failover. Here,
 and nowhere else, empty modules stand in for them while mlx-lm is imported.
 """
 

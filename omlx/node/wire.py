@@ -76,7 +76,10 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Connect to the neighbour behind, which listens there."""
     secret: bytes
     """What a connecting neighbour must show."""
-    deadline_s: float
+    join_within_s: float
+    """A neighbour may be deep in a step of the epoch before, so this is longer than a step."""
+    step_within_s: float
+    """How long a hidden state may be on its way."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

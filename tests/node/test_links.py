@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from omlx.errors import LinkLost, OutOfStep, StageLost, TooLate
 from omlx.ids import Epoch, PlanId
 from omlx.node.links import DEPTH, Link, QueueLink, TcpLink
-from omlx.node.wire import Tag
+from omlx.node.wire import Begin, Tag
 
 SECRET = b"s" * 32
 EPOCH = Epoch(3)
@@ -26,12 +27,20 @@ def tag(plan: int, part: int = 0, epoch: Epoch = EPOCH) -> Tag:
     return Tag(epoch, PlanId(plan), part)
 
 
+def begin(deadline_s: float, epoch: Epoch = EPOCH, secret: bytes = SECRET) -> Begin:
+    return Begin(epoch, True, None, secret, join_within_s=deadline_s, step_within_s=deadline_s)
+
+
+def still() -> bool:
+    return False
+
+
 @contextmanager
 def tcp(deadline_s: float) -> Iterator[tuple[Link, Link]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        giver = TcpLink.connect(address, EPOCH, SECRET, deadline_s)
-        taker = TcpLink.accept(listener, EPOCH, SECRET, deadline_s)
+        giver = TcpLink.connect(address, begin(deadline_s))
+        taker = TcpLink.accept(listener, begin(deadline_s), still)
         try:
             yield giver, taker
         finally:
@@ -125,10 +134,10 @@ def test_a_neighbour_that_hangs_up_is_lost_to_both_sides() -> None:
 )
 def test_who_does_not_show_the_epoch_and_the_secret_is_hung_up_on(epoch: Epoch, secret: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        stranger = TcpLink.connect(listener.getsockname(), epoch, secret, 5.0)
-        friend = TcpLink.connect(listener.getsockname(), EPOCH, SECRET, 5.0)
+        stranger = TcpLink.connect(listener.getsockname(), begin(5.0, epoch, secret))
+        friend = TcpLink.connect(listener.getsockname(), begin(5.0))
         friend.give(tag(0), mx.ones((1, 1, 4)))
-        taker = TcpLink.accept(listener, EPOCH, SECRET, 5.0)
+        taker = TcpLink.accept(listener, begin(5.0), still)
         assert taker.take(tag(0)).shape == (1, 1, 4)
         for link in (stranger, friend, taker):
             link.close()
@@ -138,9 +147,31 @@ def test_nobody_listening_and_nobody_connecting_are_errors_not_waits() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with pytest.raises(TooLate):
-            TcpLink.accept(listener, EPOCH, SECRET, 0.05)
+            TcpLink.accept(listener, begin(0.05), still)
+        started = time.monotonic()
+        with pytest.raises(TooLate):
+            TcpLink.accept(listener, begin(60.0), over=lambda: True)
+        assert time.monotonic() - started < 5
     with pytest.raises(LinkLost):
-        TcpLink.connect(address, EPOCH, SECRET, 0.5)
+        TcpLink.connect(address, begin(0.5))
+
+
+@pytest.mark.parametrize("waits", ["give", "take"])
+def test_closing_from_another_thread_wakes_who_waits_at_once(waits: str) -> None:
+    """A stage that waits for a neighbour of an epoch that is over begins the next one without delay."""
+    big = mx.ones((1, 4096, 1024))
+    mx.eval(big)
+    with tcp(60.0) as (giver, taker):
+        link = giver if waits == "give" else taker
+        threading.Timer(0.3, link.close).start()
+        started = time.monotonic()
+        with pytest.raises(LinkLost):
+            for plan in range(64):
+                if waits == "give":
+                    link.give(tag(plan), big)
+                else:
+                    link.take(tag(plan))
+        assert time.monotonic() - started < 10
 
 
 def test_threads_end_with_their_link() -> None:
@@ -160,7 +191,7 @@ RING = textwrap.dedent(
     import sys, mlx.core as mx
     from omlx.node.host import join_group, give_up
     from omlx.node.links import MxLink
-    from omlx.node.wire import Tag
+    from omlx.node.wire import Begin, Tag
     from omlx.errors import OutOfStep
     rank, ring = int(sys.argv[1]), tuple(sys.argv[2:])
     group = join_group(ring, rank, "ring")

@@ -76,6 +76,7 @@ results = st.builds(
             st.none() | st.tuples(st.text(), numbers),
             st.binary(),
             st.floats(0, 9),
+            st.floats(0, 9),
         ),
     )
 )

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from omlx.cluster.local_actor import place_local
+from omlx.cluster.local_actor import free_ring, place_local
 from omlx.ids import ModelId
 from omlx.node.engine import Engine
 from omlx.node.manifest import read_manifest
@@ -37,7 +37,7 @@ def uneven(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
 
 @asynccontextmanager
 async def engine(
-    folder: Path, stages: int = 1, limits: Limits = LIMITS, link: str = "tcp", ring: tuple[str, ...] = ()
+    folder: Path, stages: int = 1, limits: Limits = LIMITS, link: str = "tcp"
 ) -> AsyncIterator[tuple[Engine, Scheduler]]:
     """An open engine, and its scheduler for a test that changes the limits between requests."""
     spec = PipelineSpec(
@@ -46,7 +46,7 @@ async def engine(
         load_timeout_s=120,
         step_timeout_s=120,
         link=link,
-        ring=ring,
+        ring=partial(free_ring, stages) if link == "ring" else None,
     )
     scheduler = Scheduler(replace(limits, groups=stages))
     opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place_local))

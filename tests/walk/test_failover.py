@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 from omlx.errors import ModelFailed
 from omlx.node.engine import Engine
 from omlx.node.step import SamplingParams
-from tests.walk.engines import answer, answers, compare, engine, request
+from tests.walk.engines import LIMITS, answer, answers, compare, engine, request
 
 Tiny = Callable[[str], Path]
 PROMPTS = [[(17 * i + 5 * n) % 700 + 20 for i in range(n)] for n in (3, 40, 150)]
@@ -83,6 +84,33 @@ def test_a_stage_killed_while_a_prompt_is_computed_and_one_killed_while_idle(tin
                 kill(opened, 1)
             compare(folder, [wanted], [await answer(opened, wanted)])
             assert opened.recoveries == 2
+
+    asyncio.run(walk())
+
+
+def test_a_stage_deep_in_a_long_step_is_waited_for_and_not_started_again(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen with a prompt of 4,800 words in one step: the stage behind gave up on the one before, and
+    then the head gave up on the one that was still at work."""
+    monkeypatch.setattr("omlx.node.pipeline.JOIN_WITHIN_S", 0.2)
+    folder = tiny("tiny-llama")
+    wanted = request([(3 * i) % 700 + 20 for i in range(7000)], max_tokens=3)
+
+    async def walk() -> None:
+        async with engine(folder, 2, replace(LIMITS, step_tokens=8000)) as (opened, scheduler):
+            pids = [stage.process.pid for stage in opened.pipeline.stages]
+            started = time.monotonic()
+            undisturbed = await answer(opened, wanted)
+            assert time.monotonic() - started > 1.0, "the step must be longer than the time to join"
+            assert opened.recoveries == 0
+            stream = opened.submit(wanted)
+            await until(lambda: bool(scheduler.in_flight))
+            await asyncio.sleep(0.2)  # into the first stage's forward
+            kill(opened, 1)
+            assert [token.id async for token in stream] == undisturbed
+            assert opened.recoveries == 1
+            assert opened.pipeline.stages[0].process.pid == pids[0]
 
     asyncio.run(walk())
 

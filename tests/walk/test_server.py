@@ -158,7 +158,13 @@ def test_sampling_fields_logprobs_usage_and_legacy_completions_through_the_real_
 
 def test_sigterm_in_a_stream_ends_it_with_an_error_and_frees_the_port(tiny: Tiny) -> None:
     with serve(tiny("tiny-llama")) as running:
-        body = {"model": "tiny-llama", "messages": QUESTION, "max_tokens": 7000, "stream": True}
+        body = {
+            "model": "tiny-llama",
+            "messages": QUESTION,
+            "max_tokens": 7000,
+            "stream": True,
+            "logit_bias": {"300": 100},
+        }
         events = []
         with httpx.stream(
             "POST", f"{running.url}/v1/chat/completions", json=body, timeout=30, trust_env=False
