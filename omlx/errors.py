@@ -14,11 +14,15 @@
     ├── StageLost              inside a pipeline: ends the epoch, never reaches a client
     │   ├── LinkLost           the neighbour's end of a link is gone
     │   ├── OutOfStep          a frame of another step or another shape than the plan says
-    │   └── TooLate            a deadline passed
+    │   ├── TooLate            a deadline passed
+    │   └── StepFailed         some sequences cannot be computed; the stage itself is well
+    ├── RequestFailed          one request could not be computed; others go on
     └── Closed                 we closed it ourselves
 
 On the command line a `Refused` is one line and exit code 2. Over HTTP `api/errors.py` has the one table.
 """
+
+from omlx.ids import SeqId
 
 
 class OmlxError(Exception):
@@ -103,6 +107,18 @@ class OutOfStep(StageLost):
 
 class TooLate(StageLost):
     """Nothing came before the deadline."""
+
+
+class StepFailed(StageLost):
+    """MLX raised while it computed the sequences `seqs`."""
+
+    def __init__(self, message: str, seqs: tuple[SeqId, ...], stage: int | None = None) -> None:
+        super().__init__(message, stage)
+        self.seqs = seqs
+
+
+class RequestFailed(OmlxError):
+    """The model cannot compute this one request."""
 
 
 class Closed(OmlxError):

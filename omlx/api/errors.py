@@ -25,6 +25,7 @@ from omlx.errors import (
     ModelFailed,
     ModelNotFound,
     OmlxError,
+    RequestFailed,
 )
 
 log = structlog.get_logger(__name__)
@@ -58,6 +59,7 @@ FAULTS: Mapping[type[OmlxError], Fault] = {
     DoesNotFit: Fault(400, "invalid_request_error", "model_does_not_fit"),
     Full: Fault(503, "server_error", "overloaded"),
     ModelFailed: Fault(503, "server_error", "model_failed"),
+    RequestFailed: Fault(500, "server_error", "request_failed"),
     Closed: Fault(503, "server_error", "closing", "the server or this model is being closed"),
 }
 """The nearest class in the error's family decides; what is not here is INTERNAL."""

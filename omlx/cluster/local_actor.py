@@ -43,12 +43,16 @@ class LocalActor:
             await self.process.wait()
 
 
-async def place_local(index: int) -> StageProcess:
+STAGE = (sys.executable, "-m", "omlx.node.process")
+"""The command of a stage; `--fd N` follows."""
+
+
+async def place_local(index: int, command: tuple[str, ...] = STAGE) -> StageProcess:
     """Start stage `index` as a child of this process."""
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "omlx.node.process", "--fd", str(theirs.fileno())),
+            *(*command, "--fd", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,  # what a library prints must not mix with the command line's own output

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from omlx.errors import BadModel, CannotSplit, DoesNotFit, LinkLost, Refused, StageLost, TooLate
+from omlx.errors import BadModel, CannotSplit, DoesNotFit, LinkLost, Refused, StageLost, StepFailed, TooLate
 from omlx.ids import Epoch
 from omlx.node.step import StepPlan, StepResult
 from omlx.node.wire import (
@@ -15,6 +15,7 @@ from omlx.node.wire import (
     Begun,
     Broken,
     Done,
+    Failed,
     Leave,
     Load,
     Loaded,
@@ -160,10 +161,11 @@ class StageClient:
             case Refusal(error, text):
                 self._settle(_refused(error, text))
             case Broken(epoch, text):
-                self._break(epoch, text)
+                self._break(epoch, LinkLost(f"stage {self.index}, epoch {epoch}: {text}", self.index))
+            case Failed(epoch, seqs, text):
+                self._break(epoch, StepFailed(f"stage {self.index}: {text}", seqs, self.index))
 
-    def _break(self, epoch: Epoch, text: str) -> None:
-        broken = LinkLost(f"stage {self.index}, epoch {epoch}: {text}", self.index)
+    def _break(self, epoch: Epoch, broken: StageLost) -> None:
         if epoch == self._epoch:  # else a late word about an epoch that is over
             self._settle(broken)
             self._report(broken)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import structlog
 
-from omlx.errors import Closed, ModelFailed, OmlxError, Refused, StageLost, TooLate
+from omlx.errors import Closed, ModelFailed, OmlxError, Refused, RequestFailed, StageLost, StepFailed, TooLate
 from omlx.ids import ModelId, SeqId
 from omlx.node.health import ModelHealth, ModelState
 from omlx.node.pipeline import Pipeline
@@ -32,7 +32,8 @@ STALLED_AFTER_S = 30.0
 class Stream:
     """One sequence's tokens, in order; an async iterator that ends after the token with a finish.
 
-    Raises ModelFailed or Closed when the engine cannot go on. `aclose` cancels the sequence.
+    Raises RequestFailed when this sequence cannot be computed, ModelFailed or Closed when the engine
+    cannot go on. `aclose` cancels the sequence.
     """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
@@ -176,7 +177,12 @@ class Engine:
         self.recovering = True
         while True:
             log.warning("stage lost", model=self.model, why=str(lost), epoch=self._scheduler.epoch)
-            self._count_death(lost)
+            failures = [lost] if isinstance(lost, StepFailed) else []
+            failures += await self.pipeline.roll_call()
+            for failure in failures:
+                self._fail_sequences(failure)
+            if not failures:  # else whoever caused it is out, and it cannot come again
+                self._count_death(lost)
             self._scheduler.rewind()
             started = time.monotonic()
             try:
@@ -225,6 +231,12 @@ class Engine:
         self.failure = failure
         self.recovering = False
         self._fail_streams(failure)
+
+    def _fail_sequences(self, failure: StepFailed) -> None:
+        for seq in failure.seqs:
+            self._scheduler.cancel(seq)
+            if (stream := self._streams.pop(seq, None)) is not None:
+                stream.put(RequestFailed(f"{self.model} could not compute this request"))
 
     def _fail_streams(self, failure: OmlxError) -> None:
         streams, self._streams = self._streams, {}

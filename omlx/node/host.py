@@ -12,13 +12,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from queue import Queue
 from typing import NoReturn
 
 import mlx.core as mx
 
-from omlx.errors import BadModel, StageLost
+from omlx.errors import BadModel, StageLost, StepFailed
 from omlx.ids import Epoch
 from omlx.node.links import Link, MxLink, TcpLink
 from omlx.node.loader import load_span
@@ -30,6 +31,7 @@ from omlx.node.wire import (
     Begun,
     Broken,
     Done,
+    Failed,
     Leave,
     Load,
     Loaded,
@@ -169,6 +171,12 @@ class StageHost:
         started = time.perf_counter()
         try:
             result = self._stage.step(plan)
+        except StepFailed as failed:
+            # Said before the neighbours can notice: the head must hear the reason first.
+            log_traceback(failed)
+            self._send(Failed(plan.epoch, failed.seqs, str(failed)))
+            self._stage.close()
+            return
         except StageLost as lost:
             self._stage.close()
             self._send(Broken(plan.epoch, str(lost)))
@@ -178,6 +186,11 @@ class StageHost:
         self._rows = len(self._stage.rows)
         if result is not None:
             self._send(Done(result))
+
+
+def log_traceback(error: StageLost) -> None:
+    """Where MLX or a model raised, for whoever looks into it; without values, so without prompts."""
+    traceback.print_exception(error)
 
 
 def give_up(lost: StageLost) -> NoReturn:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from omlx.errors import StageLost
+from omlx.errors import StageLost, StepFailed
 from omlx.ids import Epoch
 from omlx.node.client import Event, Placement, StageClient
 from omlx.node.step import StepPlan
@@ -76,13 +76,26 @@ class Pipeline:
             await self.close()
             raise
 
+    async def roll_call(self) -> list[StepFailed]:
+        """After a loss: every stage answers or is lost. Returns what stages could not compute.
+
+        A neighbour's complaint may come before the word of the stage that it complains about; what a
+        stage said before it answers here is in.
+        """
+        await _all(stage.alive() for stage in self.stages)
+        failures = []
+        while not self.events.empty():
+            event = self.events.get_nowait()
+            if isinstance(event, StepFailed):
+                failures.append(event)
+        return failures
+
     async def rebuild(self, epoch: Epoch) -> None:
-        """After a loss: start the dead stages again, keep the others' weights, begin `epoch`.
+        """After a roll call: start the dead stages again, keep the others' weights, begin `epoch`.
 
         Raises StageLost when another one goes meanwhile.
         """
-        alive = await _all(stage.alive() for stage in self.stages)
-        dead = [stage for stage, well in zip(self.stages, alive, strict=True) if not well]
+        dead = [stage for stage in self.stages if stage.lost is not None]
         if self.spec.ring is not None:
             dead = list(self.stages)  # a group of mx.distributed cannot be joined twice
             self._ring = self.spec.ring()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from omlx.errors import OutOfStep
+from omlx.errors import OutOfStep, StepFailed
 from omlx.ids import Epoch
 from omlx.node.links import Link
 from omlx.node.rows import Rows
@@ -54,7 +54,8 @@ class Stage:
     def step(self, plan: StepPlan) -> StepResult | None:
         """Carry out one plan: drop, admit, compute. The last stage returns what was drawn.
 
-        Raises StageLost (LinkLost, TooLate, OutOfStep): the epoch is over, this stage may begin another.
+        Raises StageLost (LinkLost, TooLate, OutOfStep, StepFailed): the epoch is over, this stage may
+        begin another.
         """
         if (plan.epoch, plan.id) != (self.epoch, self.next_plan):
             raise OutOfStep(f"plan {plan.id} of epoch {plan.epoch}, {self.next_plan} of {self.epoch} was due")
@@ -69,7 +70,13 @@ class Stage:
                 self.sampler.admit(admit)
         drawn: list[Sampled] = []
         for part, slices in enumerate(plan.batches()):
-            drawn += self._forward(Tag(plan.epoch, plan.id, part), slices)
+            try:
+                drawn += self._forward(Tag(plan.epoch, plan.id, part), slices)
+            except (ValueError, RuntimeError) as error:
+                # What MLX and the models raise. Neither the plan nor the process is to blame, and the
+                # other sequences must not pay for it more than once.
+                seqs = tuple(piece.seq for piece in slices)
+                raise StepFailed(f"{type(error).__name__}: {error}", seqs) from error
         return StepResult(plan.id, plan.epoch, tuple(drawn)) if self.cut.last else None
 
     def _forward(self, tag: Tag, slices: tuple[Slice, ...]) -> tuple[Sampled, ...]:

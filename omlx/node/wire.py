@@ -13,7 +13,7 @@ from struct import Struct
 import msgspec
 
 from omlx.errors import LinkLost, OutOfStep, TooLate
-from omlx.ids import Epoch, PlanId
+from omlx.ids import Epoch, PlanId, SeqId
 from omlx.node.step import StepPlan, StepResult
 
 MAGIC = b"oMLX"
@@ -127,6 +127,14 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     result: StepResult
 
 
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """These sequences cannot be computed; this stage is well and waits for the next Begin."""
+
+    epoch: Epoch
+    seqs: tuple[SeqId, ...]
+    message: str
+
+
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
     """A neighbour is gone or out of step; this stage is well and waits for the next Begin."""
 
@@ -147,7 +155,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 ToStage = Load | Begin | Step | Ping | Leave
-ToHead = Loading | Loaded | Refusal | Begun | Done | Broken | Pong
+ToHead = Loading | Loaded | Refusal | Begun | Done | Failed | Broken | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_model
 
 from omlx.cluster.local_actor import free_ring, place_local
 from omlx.ids import ModelId
+from omlx.node.client import Placement
 from omlx.node.engine import Engine
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
@@ -37,7 +38,7 @@ def uneven(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
 
 @asynccontextmanager
 async def engine(
-    folder: Path, stages: int = 1, limits: Limits = LIMITS, link: str = "tcp"
+    folder: Path, stages: int = 1, limits: Limits = LIMITS, link: str = "tcp", place: Placement = place_local
 ) -> AsyncIterator[tuple[Engine, Scheduler]]:
     """An open engine, and its scheduler for a test that changes the limits between requests."""
     spec = PipelineSpec(
@@ -49,7 +50,7 @@ async def engine(
         ring=partial(free_ring, stages) if link == "ring" else None,
     )
     scheduler = Scheduler(replace(limits, groups=stages))
-    opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place_local))
+    opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place))
     await opened.open(lambda done, total: None)
     try:
         yield opened, scheduler

@@ -10,13 +10,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from omlx.errors import ModelFailed
+from omlx.cluster.local_actor import place_local
+from omlx.errors import ModelFailed, RequestFailed
 from omlx.node.engine import Engine
+from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams
 from tests.walk.engines import LIMITS, answer, answers, compare, engine, request
 
@@ -149,6 +152,55 @@ def test_after_three_deaths_within_a_minute_the_model_fails_with_one_clear_error
                 opened.submit(request(PROMPTS[0]))
             assert opened.health().state == "failed"
             await until(lambda: not children())
+
+    asyncio.run(walk())
+
+
+POISON = 666
+POISONED = textwrap.dedent(
+    f"""
+    import mlx.core as mx
+    from omlx.node.process import main, start_light
+    start_light()
+    from omlx.node.slicing import Cut
+
+    whole = Cut.__call__
+
+    def call(cut, x, caches):
+        if cut.first and (x == {POISON}).any().item():
+            raise ValueError("a shape that does not fit")
+        return whole(cut, x, caches)
+
+    Cut.__call__ = call
+    main()
+    """
+)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_request_that_the_model_cannot_compute_fails_alone(stages: int, tiny: Tiny) -> None:
+    """BAT-05: in its prompt or in its answer, however often it is sent."""
+    folder = tiny("tiny-llama")
+    healthy = [request(prompt, max_tokens=30) for prompt in PROMPTS]
+    in_prompt = request([5, 6, POISON, 7, 8], max_tokens=30)
+    in_answer = request(PROMPTS[0], 30, SamplingParams(temperature=0, logit_bias=((POISON, 100.0),)))
+
+    async def refused(opened: Engine, wanted: Request) -> None:
+        with pytest.raises(RequestFailed):
+            await answer(opened, wanted)
+
+    async def walk() -> None:
+        place = partial(place_local, command=(sys.executable, "-c", POISONED))
+        async with engine(folder, stages, place=place) as (opened, scheduler):
+            alone = [await answer(opened, one) for one in healthy]
+            for _ in range(4):
+                answering = asyncio.gather(*(answer(opened, one) for one in healthy[1:]))
+                await refused(opened, in_prompt)
+                assert await answering == alone[1:]
+            await refused(opened, in_answer)
+            assert await answers(opened, healthy) == alone
+            assert opened.health().state == "ready"
+            scheduler.check()
 
     asyncio.run(walk())
 
