@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from queue import Queue
 from typing import NoReturn
@@ -24,7 +25,7 @@ from omlx.ids import Epoch
 from omlx.node.links import Link, MxLink, TcpLink
 from omlx.node.loader import load_span
 from omlx.node.rows import can_share
-from omlx.node.stage import Stage
+from omlx.node.stage import Launched, Stage
 from omlx.node.step import StepPlan
 from omlx.node.wire import (
     Begin,
@@ -61,6 +62,8 @@ class StageHost:
         self._stage: Stage | None = None
         self._group: mx.distributed.Group | None = None
         self._links: tuple[Link, ...] = ()
+        self._air: deque[Launched] = deque()
+        """Launched, and not yet read."""
         self._newest: Epoch = Epoch(0)
         """Of the Begins that the socket thread has seen; the compute thread may be behind."""
         self._rows = self._steps = 0
@@ -135,8 +138,7 @@ class StageHost:
 
     def _begin(self, begin: Begin) -> None:
         assert self._stage is not None
-        self._stage.close()
-        self._rows, self._links = 0, ()
+        self._end_epoch()
         try:
             source, sink = self._neighbours(begin)
         except StageLost as lost:
@@ -147,45 +149,54 @@ class StageHost:
         self._send(Begun(begin.epoch))
 
     def _neighbours(self, begin: Begin) -> tuple[Link | None, Link | None]:
-        if self._group is not None:
-            rank, stream = self._group.rank(), mx.new_stream(mx.cpu)
-            before = MxLink(self._group, rank - 1, stream, give_up) if begin.upstream else None
-            behind = MxLink(self._group, rank + 1, stream, give_up) if begin.downstream else None
-            return before, behind
-        # Connect first: nobody waits in a circle, since the last stage has only to accept.
+        if begin.downstream is None:
+            return None, None
+        if (group := self._group) is not None:
+            rank, size, stream = group.rank(), group.size(), mx.new_stream(mx.cpu)
+            before, behind = (rank - 1) % size, (rank + 1) % size
+            return MxLink(group, before, stream, give_up), MxLink(group, behind, stream, give_up)
+        # Connect first, into the neighbour's backlog: so nobody waits in a circle.
         assert self._listener is not None
-        sink = TcpLink.connect(begin.downstream, begin) if begin.downstream is not None else None
-        if not begin.upstream:
-            return None, sink
+        sink = TcpLink.connect(begin.downstream, begin)
         try:
             return TcpLink.accept(self._listener, begin, lambda: self._newest > begin.epoch), sink
         except StageLost:
-            if sink is not None:
-                sink.close()
+            sink.close()
             raise
 
     def _step(self, plan: StepPlan) -> None:
+        """Launch one plan, then tell the head of those that are done.
+
+        A stage that is alone keeps one plan in the air while the next one waits: its graph is built
+        while the device computes. With neighbours nothing is held back, for they wait for it.
+        """
         assert self._stage is not None
         if plan.epoch != self._stage.epoch:
             return  # sent before the head knew that this epoch was over
         started = time.perf_counter()
         try:
-            result = self._stage.step(plan)
+            launched = self._stage.step(plan)
+            if launched is not None:
+                self._air.append(launched)
+            while self._air and (len(self._air) > self._stage.alone or self._inbox.empty()):
+                self._send(Done(self._air.popleft().read()))
         except StepFailed as failed:
             # Said before the neighbours can notice: the head must hear the reason first.
             log_traceback(failed)
             self._send(Failed(plan.epoch, failed.seqs, str(failed)))
-            self._stage.close()
-            return
+            self._end_epoch()
         except StageLost as lost:
-            self._stage.close()
+            self._end_epoch()
             self._send(Broken(plan.epoch, str(lost)))
-            return
         self._busy_s += time.perf_counter() - started
         self._steps += 1
         self._rows = len(self._stage.rows)
-        if result is not None:
-            self._send(Done(result))
+
+    def _end_epoch(self) -> None:
+        assert self._stage is not None
+        self._air.clear()
+        self._stage.close()
+        self._rows, self._links = 0, ()
 
 
 def log_traceback(error: StageLost) -> None:

@@ -1,4 +1,6 @@
-"""How a hidden state gets from one stage to the next: `give` here, `take` there.
+"""How an array gets from one stage to the next: `give` here, `take` there.
+
+Hidden states go from each stage to the one behind it, drawn tokens from the last to the first.
 
 Three ways behind the same two methods: `TcpLink`, framed sockets with a thread each; `QueueLink`, in
 memory, for stages in one process; `MxLink`, over mx.distributed (ring, or JACCL on Thunderbolt RDMA).
@@ -44,10 +46,10 @@ class Link(Protocol):
     """One direction between two neighbours."""
 
     def give(self, tag: Tag, hidden: mx.array) -> None:
-        """Hand over an evaluated hidden state [B, L, hidden]. Raises LinkLost, TooLate."""
+        """Hand over an evaluated array [B, L, hidden], or [B, 1, 1] tokens. Raises LinkLost, TooLate."""
 
     def take(self, tag: Tag) -> mx.array:
-        """Wait for the hidden state with this tag. Raises LinkLost, TooLate, OutOfStep."""
+        """Wait for the array with this tag. Raises LinkLost, TooLate, OutOfStep."""
 
     def close(self) -> None:
         """Let go of this end; safe to call twice, and from another thread than the one that waits in

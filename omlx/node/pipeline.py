@@ -163,17 +163,17 @@ class Pipeline:
         return client
 
     async def _begin(self, epoch: Epoch) -> None:
-        """All at once: each connects to the one behind it and is connected to by the one before."""
+        """All at once: each connects to the one behind it, the last to the first, and is connected to."""
         secret = secrets.token_bytes(32)
         # A stage that lives may be deep in a step of the epoch before.
         join_within_s = self.spec.step_timeout_s + JOIN_WITHIN_S
-        behind = [*self.stages[1:], None]
+        behind = [*self.stages[1:], self.stages[0]]
 
-        def message(stage: StageClient, next_stage: StageClient | None) -> Begin:
+        def message(stage: StageClient, next_stage: StageClient) -> Begin:
             downstream = None
-            if next_stage is not None and next_stage.loaded is not None:
+            if next_stage is not stage and next_stage.loaded is not None:
                 downstream = (next_stage.process.host, next_stage.loaded.port)
-            return Begin(epoch, stage.index > 0, downstream, secret, join_within_s, self.spec.step_timeout_s)
+            return Begin(epoch, downstream, secret, join_within_s, self.spec.step_timeout_s)
 
         await _all(
             stage.begin(message(stage, after), join_within_s + JOIN_WITHIN_S)

@@ -5,13 +5,12 @@ cumulative distribution at a number made by hashing (seed, position): no running
 the number of stages, the company in a batch or a rewind could change.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
 
 import mlx.core as mx
+import numpy as np
 
 from omlx.ids import SeqId
 from omlx.node.step import Admit, Sampled, SamplingParams, Slice
@@ -19,73 +18,109 @@ from omlx.node.step import Admit, Sampled, SamplingParams, Slice
 
 @dataclass(slots=True)
 class History:
-    """What one sequence's penalties look back at."""
+    """What one sequence's penalties look back at. It stays on the device: a draw may follow the one
+    before without anybody having read that one's token."""
 
-    prompt: frozenset[int]
-    answer: Counter[int]
+    prompt: mx.array
+    """[vocabulary] bool."""
+    answer: mx.array
+    """[vocabulary] float32, how often each token was drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One batch's drawn tokens, perhaps not computed yet."""
+
+    slices: tuple[Slice, ...]
+    tokens: mx.array
+    """[B] int32."""
+    logprobs: dict[int, tuple[mx.array, mx.array, mx.array]]
+    """By row, for the rows that ask: the drawn token's, the most likely tokens, theirs."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that `read` will want."""
+        return [self.tokens, *(array for row in self.logprobs.values() for array in row)]
+
+    def read(self) -> tuple[Sampled, ...]:
+        """Wait for the tokens."""
+        tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
+        return tuple(
+            Sampled(piece.seq, token, *self._logprob(row))
+            for row, (piece, token) in enumerate(zip(self.slices, tokens, strict=True))
+        )
+
+    def _logprob(self, row: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+        if row not in self.logprobs:
+            return None, ()
+        own, ids, values = (array.tolist() for array in self.logprobs[row])
+        return own, tuple(zip(ids, values, strict=True))  # type: ignore[arg-type, return-value]
 
 
 @dataclass(slots=True)
 class Sampler:
     """The last stage's memory of each sequence's parameters and, for penalties, of its tokens."""
 
-    _params: dict[SeqId, SamplingParams] = field(default_factory=dict)
+    _admits: dict[SeqId, Admit] = field(default_factory=dict)
     _history: dict[SeqId, History] = field(default_factory=dict)
 
     def clear(self) -> None:
-        self._params.clear()
+        self._admits.clear()
         self._history.clear()
 
     def admit(self, admit: Admit) -> None:
-        self._params[admit.seq] = admit.sampling
-        if admit.sampling.needs_history:
-            self._history[admit.seq] = History(frozenset(admit.prompt), Counter(admit.answer))
+        self._admits[admit.seq] = admit
 
     def drop(self, seq: SeqId) -> None:
-        del self._params[seq]
+        del self._admits[seq]
         self._history.pop(seq, None)
 
-    def draw(self, logits: mx.array, slices: Sequence[Slice]) -> tuple[Sampled, ...]:
-        """One token a row. logits: [B, vocabulary], row i belonging to slices[i]."""
+    def draw(self, logits: mx.array, slices: tuple[Slice, ...]) -> Draw:
+        """One token a row, lazily. logits: [B, vocabulary], row i belonging to slices[i]."""
         raw = logits.astype(mx.float32)
-        params = [self._params[piece.seq] for piece in slices]
-        tokens = self._tokens(self._shaped(raw, slices), params, [piece.start + 1 for piece in slices])
-        logprobs = _logprobs(raw, tokens, params)
-        drawn: list[int] = tokens.tolist()  # type: ignore[assignment]
-        for piece, token in zip(slices, drawn, strict=True):
-            if piece.seq in self._history:
-                self._history[piece.seq].answer[token] += 1
-        return tuple(
-            Sampled(piece.seq, token, *logprobs.get(row, (None, ())))
-            for row, (piece, token) in enumerate(zip(slices, drawn, strict=True))
-        )
+        params = [self._admits[piece.seq].sampling for piece in slices]
+        shaped = self._shaped(raw, slices)
+        tokens = _tokens(shaped, params, [piece.start + 1 for piece in slices]).astype(mx.int32)
+        for row, piece in enumerate(slices):
+            if (history := self._history.get(piece.seq)) is not None:
+                history.answer = history.answer.at[tokens[row]].add(1.0)
+        return Draw(slices, tokens, _logprobs(raw, tokens, params))
 
-    def _shaped(self, logits: mx.array, slices: Sequence[Slice]) -> mx.array:
+    def _shaped(self, logits: mx.array, slices: tuple[Slice, ...]) -> mx.array:
         """Bias and penalties, on the rows that have them."""
         rows = []
         changed = False
         for row, piece in enumerate(slices):
-            params, history = self._params[piece.seq], self._history.get(piece.seq)
+            params = self._admits[piece.seq].sampling
             line = logits[row]
-            if params.logit_bias or history is not None:
+            if params.logit_bias or params.needs_history:
                 line = _with_bias(line, params)
-                if history is not None:
-                    line = _with_penalties(line, params, history)
+                if params.needs_history:
+                    line = _with_penalties(line, params, self._looked_back(piece.seq, line.shape[0]))
                 changed = True
             rows.append(line)
         return mx.stack(rows) if changed else logits
 
-    @staticmethod
-    def _tokens(logits: mx.array, params: list[SamplingParams], positions: list[int]) -> mx.array:
-        """[B] token ids; only the rows with a temperature pay for a sort."""
-        greedy = mx.argmax(logits, axis=-1)
-        warm = [row for row, p in enumerate(params) if p.temperature > 0]
-        if not warm:
-            return greedy
-        numbers = [uniform(params[row].seed, positions[row]) for row in warm]
-        index = mx.array(warm)
-        greedy[index] = _invert(logits[index], [params[row] for row in warm], numbers).astype(greedy.dtype)
+    def _looked_back(self, seq: SeqId, vocabulary: int) -> History:
+        if seq not in self._history:
+            admit = self._admits[seq]
+            prompt, answer = np.zeros(vocabulary, bool), np.zeros(vocabulary, np.float32)
+            prompt[list(admit.prompt)] = True
+            np.add.at(answer, list(admit.answer), 1)
+            self._history[seq] = History(mx.array(prompt), mx.array(answer))
+        return self._history[seq]
+
+
+def _tokens(logits: mx.array, params: list[SamplingParams], positions: list[int]) -> mx.array:
+    """[B] token ids; only the rows with a temperature pay for a sort."""
+    greedy = mx.argmax(logits, axis=-1)
+    warm = [row for row, p in enumerate(params) if p.temperature > 0]
+    if not warm:
         return greedy
+    numbers = [uniform(params[row].seed, positions[row]) for row in warm]
+    index = mx.array(warm)
+    greedy[index] = _invert(logits[index], [params[row] for row in warm], numbers).astype(greedy.dtype)
+    return greedy
 
 
 def uniform(seed: int, position: int) -> float:
@@ -104,17 +139,12 @@ def _with_bias(logits: mx.array, params: SamplingParams) -> mx.array:
 def _with_penalties(logits: mx.array, params: SamplingParams, history: History) -> mx.array:
     """Repetition as in CTRL (arXiv 1909.05858), over prompt and answer; presence and frequency as the
     OpenAI reference has them, over the answer."""
-    seen = sorted(history.prompt | history.answer.keys())
-    if params.repetition_penalty != 1.0 and seen:
-        index = mx.array(seen)
-        at = logits[index]
+    said = history.answer > 0
+    if params.repetition_penalty != 1.0:
         penalty = params.repetition_penalty
-        logits = mx.put_along_axis(logits, index, mx.where(at > 0, at / penalty, at * penalty), axis=0)
-    if history.answer and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = zip(*sorted(history.answer.items()), strict=True)
-        cost = params.presence_penalty + params.frequency_penalty * mx.array(counts, mx.float32)
-        logits = logits.at[mx.array(ids)].subtract(cost)
-    return logits
+        pushed = mx.where(logits > 0, logits / penalty, logits * penalty)
+        logits = mx.where(history.prompt | said, pushed, logits)
+    return logits - params.presence_penalty * said - params.frequency_penalty * history.answer
 
 
 def _invert(logits: mx.array, params: list[SamplingParams], numbers: list[float]) -> mx.array:
@@ -149,16 +179,12 @@ def _invert(logits: mx.array, params: list[SamplingParams], numbers: list[float]
 
 def _logprobs(
     logits: mx.array, tokens: mx.array, params: list[SamplingParams]
-) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-    """By row, for the rows that ask: (the drawn token's, the most likely ones'), of the raw model."""
-    asking = [row for row, p in enumerate(params) if p.top_logprobs is not None]
-    found: dict[int, tuple[float, tuple[tuple[int, float], ...]]] = {}
-    for row in asking:
-        line = logits[row] - mx.logsumexp(logits[row])
-        wanted = params[row].top_logprobs or 0
-        order = mx.argsort(-line)[:wanted] if wanted else mx.array([], mx.int32)
-        ids: list[int] = order.tolist()  # type: ignore[assignment]
-        values: list[float] = line[order].tolist() if wanted else []  # type: ignore[assignment]
-        own: float = line[tokens[row]].item()  # type: ignore[assignment]
-        found[row] = (own, tuple(zip(ids, values, strict=True)))
+) -> dict[int, tuple[mx.array, mx.array, mx.array]]:
+    """By row, for the rows that ask, of the raw model: see Draw.logprobs."""
+    found = {}
+    for row, wanted in enumerate(p.top_logprobs for p in params):
+        if wanted is not None:
+            line = logits[row] - mx.logsumexp(logits[row])
+            best = mx.argsort(-line)[:wanted]
+            found[row] = (line[tokens[row]], best, line[best])
     return found

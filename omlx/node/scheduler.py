@@ -5,8 +5,9 @@ plan lets the second catch up with the first within a token budget. Only slices 
 sampled, so a prompt is issued as chunks up to its last token and then that token alone, beside the
 running answers' tokens.
 
-Running sequences are dealt into `groups`. A group decodes in one plan and is not issued again before
-that plan is committed, so with as many groups as stages every stage has a plan to work on.
+Running sequences are dealt into `groups`. A group draws in one plan, so with as many groups as stages
+every stage has a plan to work on. A group may be issued `ahead` times before the first of these plans is
+committed: a draw's token need not come back to the head before the next step asks for it.
 """
 
 from collections import deque
@@ -29,7 +30,7 @@ class Limits:
     queue: int
     """Sequences that may wait for a place."""
     groups: int
-    """Plans in flight, and groups that the running sequences are dealt into: one per stage."""
+    """Groups that the running sequences are dealt into: one per stage."""
     step_tokens: int
     """Prompt tokens per step while no answer waits for its next token."""
     mixed_step_tokens: int
@@ -47,6 +48,8 @@ class Scheduler:
     """
 
     limits: Limits
+    ahead: int = 2
+    """Plans of one group that may be in flight; 1: no look-ahead. The engine sets it as it goes."""
     epoch: Epoch = FIRST_EPOCH
     waiting: deque[Sequence] = field(default_factory=deque)
     running: dict[SeqId, Sequence] = field(default_factory=dict)
@@ -79,7 +82,7 @@ class Scheduler:
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is on its way."""
-        if len(self.in_flight) >= self.limits.groups:
+        if len(self.in_flight) >= self.limits.groups * self.ahead:
             return None
         self._make_room()
         self._give_places()
@@ -115,7 +118,7 @@ class Scheduler:
         self.in_flight.popleft()
         for piece in plan.slices:
             if piece.seq in self.running:
-                self.running[piece.seq].computed = piece.start + len(piece.tokens)
+                self.running[piece.seq].computed = piece.end
         tokens: list[tuple[SeqId, Token]] = []
         for drawn in result.sampled:
             sequence = self.running.get(drawn.seq)
@@ -141,12 +144,13 @@ class Scheduler:
     def check(self) -> None:
         """Recount everything; AssertionError where the books do not agree. For tests."""
         assert len(self.running) <= self.limits.places
-        assert len(self.in_flight) <= self.limits.groups
         flying = [piece for plan in self.in_flight for piece in plan.slices]
         for sequence in self.running.values():
-            assert 0 <= sequence.computed <= sequence.issued <= sequence.known
+            assert 0 <= sequence.computed <= min(sequence.issued, sequence.known)
             mine = [piece for piece in flying if piece.seq == sequence.id]
-            assert sequence.issued - sequence.computed == sum(len(piece.tokens) for piece in mine)
+            assert sequence.issued - sequence.computed == sum(piece.end - piece.start for piece in mine)
+            assert sequence.draws_in_flight == sum(piece.sample for piece in mine)
+            assert sequence.issued < len(sequence.request.prompt) + sequence.request.max_tokens
             assert len(sequence.answer) < sequence.request.max_tokens
             assert 0 <= sequence.group < self.limits.groups
         assert not set(self._drops) & self._admitted
@@ -159,20 +163,19 @@ class Scheduler:
             self._drops.append(seq)
 
     def _make_room(self) -> None:
-        """Send the youngest idle sequences back to the queue while keys and values overflow.
+        """Send the youngest sequences back to the queue while keys and values overflow.
 
-        Their known tokens stay; they are computed anew when there is room. The oldest always stays,
-        so somebody always finishes.
+        Their known tokens stay, and are computed anew when there is room; draws on their way are thrown
+        away and come out the same again. The oldest always stays, so somebody always finishes.
         """
         total = sum(s.known for s in self.running.values())
         for sequence in list(self.running.values())[:0:-1]:
             if total <= self.limits.capacity_tokens:
                 return
-            if sequence.computed == sequence.issued:
-                self._leave(sequence.id)
-                sequence.issued = sequence.computed = 0
-                self.waiting.appendleft(sequence)
-                total -= sequence.known
+            self._leave(sequence.id)
+            sequence.issued = sequence.computed = 0
+            self.waiting.appendleft(sequence)
+            total -= sequence.known
 
     def _give_places(self) -> None:
         """First come, first served: the head of the queue waits for room, nobody overtakes it."""
@@ -180,7 +183,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.places:
             sequence = self.waiting[0]
             total += sequence.known
-            if self.running and total > self.limits.capacity_tokens:
+            if (self.running and total > self.limits.capacity_tokens) or self._flies(sequence.id):
                 return
             self.waiting.popleft()
             sizes = [0] * self.limits.groups
@@ -189,10 +192,14 @@ class Scheduler:
             sequence.group = sizes.index(min(sizes))
             self.running[sequence.id] = sequence
 
+    def _flies(self, seq: SeqId) -> bool:
+        """Whether a plan on its way still means this sequence as it was before it gave way."""
+        return any(piece.seq == seq for plan in self.in_flight for piece in plan.slices)
+
     def _next_group(self) -> int | None:
-        """Round robin over the groups that have a token to issue and none of whose draws is in flight."""
-        busy = {s.group for s in self.running.values() if s.issued == s.known}
-        ready = {s.group for s in self.running.values() if s.issued == s.known - 1} - busy
+        """Round robin over the groups that have a draw to issue and not too many on their way."""
+        ready = {s.group for s in self.running.values() if s.may_draw}
+        ready -= {s.group for s in self.running.values() if s.draws_in_flight >= self.ahead}
         for step in range(self.limits.groups):
             group = (self._turn + step) % self.limits.groups
             if group in ready:
@@ -218,10 +225,12 @@ class Scheduler:
     def _singles(self, group: int | None) -> list[Slice]:
         singles = []
         for sequence in self.running.values():
-            if sequence.group == group and sequence.issued == sequence.known - 1:
+            if sequence.group == group and sequence.may_draw:
                 start = sequence.issued
-                singles.append(Slice(sequence.id, (sequence.tokens[start],), start, sample=True))
-                sequence.issued = sequence.known
+                singles.append(
+                    Slice(sequence.id, tuple(sequence.tokens[start : start + 1]), start, sample=True)
+                )
+                sequence.issued = start + 1
         return singles
 
 

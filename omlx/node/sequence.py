@@ -39,7 +39,8 @@ class Token:
 class Sequence:
     """Owned by the scheduler; nobody else writes to it.
 
-    0 <= computed <= issued <= known, where known = len(tokens).
+    0 <= computed <= issued and computed <= known, where known = len(tokens). Looking ahead, `issued` may
+    pass `known`: by one for each draw on its way beyond the first.
     """
 
     id: SeqId
@@ -54,6 +55,20 @@ class Sequence:
     @property
     def known(self) -> int:
         return len(self.tokens)
+
+    @property
+    def draws_in_flight(self) -> int:
+        """Draws whose tokens the head does not know yet."""
+        return max(0, self.issued - self.known + 1)
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the prompt is issued up to its last token, and the answer not to its end.
+
+        The answer's last token is drawn and never computed.
+        """
+        last = len(self.request.prompt) + self.request.max_tokens - 1
+        return self.known - 1 <= self.issued < last
 
     @property
     def answer(self) -> tuple[int, ...]:

@@ -45,7 +45,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """A run of a sequence's tokens to compute: tokens[0] stands at position `start`."""
+    """A run of a sequence's tokens to compute: tokens[0] stands at position `start`.
+
+    Without tokens it looks ahead: one token, the one that this sequence's latest draw gives, which the
+    head does not know yet.
+    """
 
     seq: SeqId
     tokens: tuple[int, ...]
@@ -53,6 +57,11 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     """How many of the sequence's tokens are in the caches already."""
     sample: bool
     """Draw the next token after it. Only slices of one token are sampled."""
+
+    @property
+    def end(self) -> int:
+        """The position behind it."""
+        return self.start + max(1, len(self.tokens))
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):

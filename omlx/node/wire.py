@@ -24,8 +24,8 @@ HEADER = Struct("!4sBBBxIQIIIIQ")
 LARGEST_CONTROL = 256 * 2**20
 LARGEST_HIDDEN = 8 * 2**30
 
-DTYPES = ("float32", "bfloat16", "float16")
-ITEM_BYTES = (4, 2, 2)
+DTYPES = ("float32", "bfloat16", "float16", "int32")
+ITEM_BYTES = (4, 2, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """A new epoch: drop running state, keep weights, join the neighbours."""
 
     epoch: Epoch
-    upstream: bool
-    """Wait for the neighbour before to connect."""
     downstream: tuple[str, int] | None
-    """Connect to the neighbour behind, which listens there."""
+    """Connect to the neighbour behind, which listens there, and wait for the one before to connect. The
+    last stage's neighbour is the first: drawn tokens go that way. None: this stage is alone."""
     secret: bytes
     """What a connecting neighbour must show."""
     join_within_s: float

@@ -28,7 +28,7 @@ def tag(plan: int, part: int = 0, epoch: Epoch = EPOCH) -> Tag:
 
 
 def begin(deadline_s: float, epoch: Epoch = EPOCH, secret: bytes = SECRET) -> Begin:
-    return Begin(epoch, True, None, secret, join_within_s=deadline_s, step_within_s=deadline_s)
+    return Begin(epoch, None, secret, join_within_s=deadline_s, step_within_s=deadline_s)
 
 
 def still() -> bool:
@@ -59,7 +59,7 @@ KINDS = pytest.mark.parametrize("kind", [tcp, queue])
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 1, 64), (1, 700, 64)])
 def test_a_hidden_state_arrives_bit_for_bit(kind, dtype: str, shape: tuple[int, int, int]) -> None:
     hidden = mx.random.normal(shape).astype(getattr(mx, dtype))

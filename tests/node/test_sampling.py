@@ -30,7 +30,7 @@ def draw(
     for i, params in enumerate(rows):
         sampler.admit(Admit(SeqId(i), params, prompt, answer))
         slices.append(Slice(SeqId(i), (1,), position, sample=True))
-    return [drawn.token for drawn in sampler.draw(mx.stack([logits] * len(rows)), slices)]
+    return [drawn.token for drawn in sampler.draw(mx.stack([logits] * len(rows)), tuple(slices)).read()]
 
 
 def drawn_often(times: int = 400, **params: float) -> Counter[int]:
@@ -117,7 +117,7 @@ def test_a_drawn_token_counts_against_itself_from_then_on() -> None:
     sampler = Sampler()
     sampler.admit(Admit(SeqId(0), SamplingParams(temperature=0, presence_penalty=50.0), (), ()))
     found = [
-        sampler.draw(LOGITS[None], [Slice(SeqId(0), (1,), position, sample=True)])[0].token
+        sampler.draw(LOGITS[None], (Slice(SeqId(0), (1,), position, sample=True),)).read()[0].token
         for position in range(5)
     ]
     assert found == RANKED[:5]
@@ -135,8 +135,8 @@ def test_logprobs_are_the_raw_models_and_only_for_rows_that_ask() -> None:
         [asked, SamplingParams(temperature=0), SamplingParams(top_logprobs=0, top_k=1)]
     ):
         sampler.admit(Admit(SeqId(seq), params, (), ()))
-    slices = [Slice(SeqId(seq), (1,), 3, sample=True) for seq in range(3)]
-    biased, plain, own = sampler.draw(mx.stack([LOGITS] * 3), slices)
+    slices = tuple(Slice(SeqId(seq), (1,), 3, sample=True) for seq in range(3))
+    biased, plain, own = sampler.draw(mx.stack([LOGITS] * 3), slices).read()
     assert biased.token == RANKED[4]
     assert biased.logprob == pytest.approx(np.log(PROBS[RANKED[4]]), abs=1e-4)
     assert [token for token, _ in biased.top] == RANKED[:2]

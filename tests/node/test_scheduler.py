@@ -59,11 +59,59 @@ def test_with_two_groups_two_plans_of_different_sequences_are_in_flight() -> Non
     scheduler = Scheduler(limits(groups=2))
     for _ in range(4):
         scheduler.add(request(prompt=1, max_tokens=5))
+    scheduler.ahead = 1
     first, second = scheduler.next_plan(), scheduler.next_plan()
     assert first is not None and second is not None
     assert scheduler.next_plan() is None
     rows = [{piece.seq for piece in plan.slices} for plan in (first, second)]
     assert rows == [{0, 2}, {1, 3}]
+
+
+def test_looking_ahead_the_next_steps_ask_for_tokens_that_nobody_knows_yet() -> None:
+    scheduler = Scheduler(limits(), ahead=3)
+    scheduler.add(request(prompt=2, max_tokens=9))
+    plans = [scheduler.next_plan() for _ in range(3)]
+    assert scheduler.next_plan() is None
+    draws = [plan.slices[-1] for plan in plans if plan is not None]
+    assert [(piece.tokens, piece.start) for piece in draws] == [((11,), 1), ((), 2), ((), 3)]
+    scheduler.check()
+
+
+def test_looking_ahead_never_passes_the_last_token_of_an_answer() -> None:
+    scheduler = Scheduler(limits(), ahead=4)
+    scheduler.add(request(prompt=2, max_tokens=2))
+    plans = [plan for plan in (scheduler.next_plan() for _ in range(4)) if plan is not None]
+    assert len(plans) == 2
+    tokens = [token for plan in plans for _, token in scheduler.commit(result(plan))]
+    assert [token.finish for token in tokens] == [None, Finish.LENGTH]
+
+
+def test_a_stop_found_late_throws_away_what_was_drawn_behind_it() -> None:
+    scheduler = Scheduler(limits(), ahead=3)
+    scheduler.add(request(prompt=1, max_tokens=9))
+    scheduler.add(request(prompt=1, max_tokens=9))
+    plans = [scheduler.next_plan() for _ in range(3)]
+    first = plans[0]
+    assert first is not None
+    stopped = StepResult(first.id, first.epoch, (Sampled(SeqId(0), STOP), Sampled(SeqId(1), 7)))
+    assert [token.finish for _, token in scheduler.commit(stopped)] == [Finish.STOP, None]
+    dropping = scheduler.next_plan()
+    assert dropping is not None and dropping.drops == (0,)
+    assert [piece.seq for piece in dropping.slices] == [1]
+    for plan in plans[1:]:
+        assert plan is not None
+        assert [seq for seq, _ in scheduler.commit(result(plan))] == [1]
+    scheduler.check()
+
+
+def test_a_newcomer_joins_its_group_while_the_groups_draws_are_on_their_way() -> None:
+    scheduler = Scheduler(limits(), ahead=2)
+    scheduler.add(request(prompt=1, max_tokens=9))
+    scheduler.next_plan()
+    scheduler.add(request(prompt=1, max_tokens=9))
+    joined = scheduler.next_plan()
+    assert joined is not None
+    assert [(piece.seq, piece.tokens) for piece in joined.slices] == [(0, ()), (1, (10,))]
 
 
 def test_chunks_of_one_prompt_follow_each_other_without_waiting_for_results() -> None:
@@ -160,9 +208,10 @@ class RandomOperations(RuleBasedStateMachine):
         groups=st.integers(1, 3),
         step=st.integers(1, 9),
         capacity=st.integers(5, 60),
+        ahead=st.integers(1, 4),
     )
-    def start(self, places: int, groups: int, step: int, capacity: int) -> None:
-        self.scheduler = Scheduler(limits(places, 5, groups, step, max(1, step // 2), capacity))
+    def start(self, places: int, groups: int, step: int, capacity: int, ahead: int) -> None:
+        self.scheduler = Scheduler(limits(places, 5, groups, step, max(1, step // 2), capacity), ahead)
         self.answers: dict[int, int] = {}
         self.wanted: dict[int, int] = {}
         self.ended: set[int] = set()
@@ -195,6 +244,10 @@ class RandomOperations(RuleBasedStateMachine):
         seq = SeqId(data.draw(st.sampled_from(sorted(self.wanted))))
         self.scheduler.cancel(seq)
         self.ended.add(seq)
+
+    @rule(ahead=st.integers(1, 4))
+    def look(self, ahead: int) -> None:
+        self.scheduler.ahead = ahead
 
     @rule()
     def rewind(self) -> None:

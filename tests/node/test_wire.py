@@ -72,7 +72,6 @@ results = st.builds(
         st.builds(
             Begin,
             numbers.map(Epoch),
-            st.booleans(),
             st.none() | st.tuples(st.text(), numbers),
             st.binary(),
             st.floats(0, 9),

@@ -1,0 +1,65 @@
+"""Tokens that the head does not know yet: drawn by the last stage, embedded by the first.
+
+On one stage they are the same process and the token never leaves the device. On several the last stage
+sends each draw to the first, which takes them in the order of the plans.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from omlx.ids import SeqId
+from omlx.node.links import Link
+from omlx.node.step import Slice
+from omlx.node.wire import Tag
+
+MOST_DUE = 64
+"""Draws that may lie unread on the way to the first stage; more than plans are ever in flight."""
+
+
+@dataclass(slots=True)
+class Ahead:
+    """The first stage's memory of the latest draws."""
+
+    _latest: dict[SeqId, mx.array] = field(default_factory=dict)
+    """Scalars."""
+    _column: tuple[tuple[SeqId, ...], mx.array] | None = None
+    """The latest draw as a whole: asked for again as it is in nearly every step."""
+    _due: deque[tuple[Tag, tuple[SeqId, ...]]] = field(default_factory=deque)
+
+    def clear(self) -> None:
+        self._latest.clear()
+        self._due.clear()
+        self._column = None
+
+    def drop(self, seq: SeqId) -> None:
+        self._latest.pop(seq, None)
+
+    def note(self, seqs: tuple[SeqId, ...], tokens: mx.array) -> None:
+        """tokens: [B], perhaps not computed yet."""
+        self._column = seqs, tokens
+        self._latest.update(zip(seqs, tokens, strict=True))
+
+    def expect(self, tag: Tag, seqs: tuple[SeqId, ...], source: Link) -> None:
+        """The last stage will send this draw; what nobody asked for is cleared away in time."""
+        self._due.append((tag, seqs))
+        if len(self._due) > MOST_DUE:
+            self._receive(source)
+
+    def tokens(self, slices: Sequence[Slice], source: Link | None) -> mx.array:
+        """[B, L] int32 for one forward. Raises StageLost when a draw does not come."""
+        if all(piece.tokens for piece in slices):
+            return mx.array([piece.tokens for piece in slices])
+        unknown = {piece.seq for piece in slices if not piece.tokens}
+        while source is not None and any(unknown.intersection(seqs) for _, seqs in self._due):
+            self._receive(source)
+        if self._column is not None and self._column[0] == tuple(piece.seq for piece in slices):
+            return self._column[1][:, None]
+        rows = [mx.array(p.tokens[0]) if p.tokens else self._latest[p.seq] for p in slices]
+        return mx.stack(rows)[:, None]
+
+    def _receive(self, source: Link) -> None:
+        tag, seqs = self._due.popleft()
+        self.note(seqs, source.take(tag)[:, 0, 0])
