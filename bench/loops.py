@@ -2,7 +2,6 @@
 
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -63,9 +62,9 @@ class StageLine:
     def begin(self) -> None:
         self._epoch = Epoch(self._epoch + 1)
         self._plan = 0
-        links = [None, *(QueueLink(DEADLINE_S) for _ in self._stages[1:]), None]
-        for stage, (source, sink) in zip(self._stages, pairwise(links), strict=True):
-            stage.begin(self._epoch, source, sink)
+        links = [QueueLink(DEADLINE_S) if len(self._stages) > 1 else None for _ in self._stages]
+        for place, stage in enumerate(self._stages):
+            stage.begin(self._epoch, links[place - 1], links[place])
 
     def empty(self, count: int) -> Told:
         times = []
@@ -88,13 +87,13 @@ class StageLine:
         return Told(_apart(times), tuple(tokens))
 
     def _step(self, admits: tuple[Admit, ...], slices: tuple[Slice, ...]) -> StepResult:
-        plan = StepPlan(PlanId(self._plan), self._epoch, (), admits, slices)
+        plan = StepPlan(PlanId(self._plan), self._epoch, (), admits, slices, PlanId(self._plan))
         self._plan += 1
-        result = None
+        launched = None
         for stage in self._stages:
-            result = stage.step(plan)
-        assert result is not None, "the last stage answers"
-        return result
+            launched = stage.step(plan)
+        assert launched is not None, "the last stage answers"
+        return launched.read()
 
 
 def _apart(times: list[float]) -> float:

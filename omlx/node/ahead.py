@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from omlx.ids import SeqId
+from omlx.ids import PlanId, SeqId
 from omlx.node.links import Link
 from omlx.node.step import Slice
 from omlx.node.wire import Tag
-
-MOST_DUE = 64
-"""Draws that may lie unread on the way to the first stage; more than plans are ever in flight."""
 
 
 @dataclass(slots=True)
@@ -42,10 +39,13 @@ class Ahead:
         self._column = seqs, tokens
         self._latest.update(zip(seqs, tokens, strict=True))
 
-    def expect(self, tag: Tag, seqs: tuple[SeqId, ...], source: Link) -> None:
-        """The last stage will send this draw; what nobody asked for is cleared away in time."""
+    def expect(self, tag: Tag, seqs: tuple[SeqId, ...]) -> None:
+        """The last stage will send this draw."""
         self._due.append((tag, seqs))
-        if len(self._due) > MOST_DUE:
+
+    def clear_away(self, committed: PlanId, source: Link) -> None:
+        """Take what was sent for plans that are over and that nobody asked for: nothing piles up."""
+        while self._due and self._due[0][0].plan < committed:
             self._receive(source)
 
     def tokens(self, slices: Sequence[Slice], source: Link | None) -> mx.array:

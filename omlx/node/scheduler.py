@@ -98,6 +98,7 @@ class Scheduler:
             drops=tuple(self._drops),
             admits=tuple(_admit(s) for s in newcomers),
             slices=tuple(chunks + singles),
+            committed=self.in_flight[0].id if self.in_flight else PlanId(self._next_plan),
         )
         self._admitted.update(s.id for s in newcomers)
         self._drops.clear()

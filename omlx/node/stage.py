@@ -88,6 +88,8 @@ class Stage:
         if (plan.epoch, plan.id) != (self.epoch, self.next_plan):
             raise OutOfStep(f"plan {plan.id} of epoch {plan.epoch}, {self.next_plan} of {self.epoch} was due")
         self.next_plan += 1
+        if self.cut.first and self.source is not None:
+            self.ahead.clear_away(plan.committed, self.source)
         for seq in plan.drops:
             self.rows.drop(seq)
             self.ahead.drop(seq)
@@ -124,7 +126,7 @@ class Stage:
             return self.source.take(tag)
         tokens = self.ahead.tokens(slices, self.source)
         if self.source is not None and slices[0].sample:
-            self.ahead.expect(tag, tuple(piece.seq for piece in slices), self.source)
+            self.ahead.expect(tag, tuple(piece.seq for piece in slices))
         return tokens
 
     def _draw(

@@ -83,6 +83,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     drops: tuple[SeqId, ...]
     admits: tuple[Admit, ...]
     slices: tuple[Slice, ...]
+    committed: PlanId = PlanId(0)
+    """All plans of this epoch before this one are over: what was sent for them has been sent."""
 
     def batches(self) -> Iterator[tuple[Slice, ...]]:
         """The forwards of this step: the slices that are drawn from together, the others each alone."""

@@ -98,14 +98,14 @@ def test_a_stage_deep_in_a_long_step_is_waited_for_and_not_started_again(
     then the head gave up on the one that was still at work."""
     monkeypatch.setattr("omlx.node.pipeline.JOIN_WITHIN_S", 0.2)
     folder = tiny("tiny-llama")
-    wanted = request([(3 * i) % 700 + 20 for i in range(7000)], max_tokens=3)
+    wanted = request([(3 * i) % 700 + 20 for i in range(3500)], max_tokens=3)
 
     async def walk() -> None:
         async with engine(folder, 2, replace(LIMITS, step_tokens=8000)) as (opened, scheduler):
             pids = [stage.process.pid for stage in opened.pipeline.stages]
             started = time.monotonic()
             undisturbed = await answer(opened, wanted)
-            assert time.monotonic() - started > 1.0, "the step must be longer than the time to join"
+            assert time.monotonic() - started > 0.8, "the step must be longer than the time to join"
             assert opened.recoveries == 0
             stream = opened.submit(wanted)
             await until(lambda: bool(scheduler.in_flight))
