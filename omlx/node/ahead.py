@@ -57,7 +57,7 @@ class Ahead:
             self._receive(source)
         if self._column is not None and self._column[0] == tuple(piece.seq for piece in slices):
             return self._column[1][:, None]
-        rows = [mx.array(p.tokens[0]) if p.tokens else self._latest[p.seq] for p in slices]
+        rows = [self._latest[p.seq] if not p.tokens else mx.array(p.tokens[0]) for p in slices]
         return mx.stack(rows)[:, None]
 
     def _receive(self, source: Link) -> None:

@@ -33,7 +33,7 @@ class Draw:
 
     slices: tuple[Slice, ...]
     tokens: mx.array
-    """[B] int32."""
+    """[B] ids."""
     logprobs: dict[int, tuple[mx.array, mx.array, mx.array]]
     """By row, for the rows that ask: the drawn token's, the most likely tokens, theirs."""
 
@@ -77,10 +77,12 @@ class Sampler:
 
     def draw(self, logits: mx.array, slices: tuple[Slice, ...]) -> Draw:
         """One token a row, lazily. logits: [B, vocabulary], row i belonging to slices[i]."""
-        raw = logits.astype(mx.float32)
         params = [self._admits[piece.seq].sampling for piece in slices]
+        if all(p.is_plain for p in params):
+            return Draw(slices, mx.argmax(logits, axis=-1), {})
+        raw = logits.astype(mx.float32)
         shaped = self._shaped(raw, slices)
-        tokens = _tokens(shaped, params, [piece.start + 1 for piece in slices]).astype(mx.int32)
+        tokens = _tokens(shaped, params, [piece.start + 1 for piece in slices])
         for row, piece in enumerate(slices):
             if (history := self._history.get(piece.seq)) is not None:
                 history.answer = history.answer.at[tokens[row]].add(1.0)

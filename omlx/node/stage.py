@@ -7,7 +7,6 @@ only stage are this one class. It knows no sockets and no head.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
@@ -109,15 +108,15 @@ class Stage:
         """One model call. Neighbouring stages agree on `tag`, so nothing else needs saying."""
         caches = self.rows.together([piece.seq for piece in slices])
         out = self.cut(self._input(tag, slices), caches)
-        states = [cache.state for cache in caches]
         if not self.cut.last:
-            mx.eval(out, states)
+            mx.eval(out)
             self._give(tag, out)
         elif slices[0].sample:
-            self._draw(tag, slices, out[:, -1, :], states, launched)
+            self._draw(tag, slices, out[:, -1, :], launched)
         else:
-            # The head is lazy: a chunk of a prompt costs this stage its layers alone.
-            mx.async_eval(states) if self.alone else mx.eval(states)
+            # The head is lazy: a chunk of a prompt costs this stage its layers alone. Elsewhere the
+            # caches are computed on the way to `out`, and naming each of them costs a millisecond or two.
+            mx.async_eval([cache.state for cache in caches])
 
     def _input(self, tag: Tag, slices: tuple[Slice, ...]) -> mx.array:
         """Token ids [B, L] on the first stage, the hidden state [B, L, hidden] behind it."""
@@ -129,17 +128,14 @@ class Stage:
             self.ahead.expect(tag, tuple(piece.seq for piece in slices))
         return tokens
 
-    def _draw(
-        self, tag: Tag, slices: tuple[Slice, ...], logits: mx.array, states: list[Any], launched: Launched
-    ) -> None:
+    def _draw(self, tag: Tag, slices: tuple[Slice, ...], logits: mx.array, launched: Launched) -> None:
         draw = self.sampler.draw(logits, slices)
         launched.draws.append(draw)
-        mx.async_eval(draw.arrays, states)
+        mx.async_eval(draw.arrays)
         if self.alone:
             self.ahead.note(tuple(piece.seq for piece in slices), draw.tokens)
         else:
-            mx.eval(draw.tokens)
-            self._give(tag, draw.tokens[:, None, None])
+            self._give(tag, draw.tokens[:, None, None].astype(mx.int32))
 
     def _give(self, tag: Tag, array: mx.array) -> None:
         assert self.sink is not None

@@ -39,6 +39,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """None: no log-probabilities; 0: the drawn token's alone; n: also the n most likely ones'."""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the most likely token is all that is asked for."""
+        return (
+            self.temperature == 0
+            and not self.logit_bias
+            and not self.needs_history
+            and self.top_logprobs is None
+        )
+
+    @property
     def needs_history(self) -> bool:
         """Whether the last stage must know which tokens came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
