@@ -1,5 +1,6 @@
 """What the benches measure: the server's own pipelines and engines, without HTTP and text around them."""
 
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -7,11 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from omlx.cluster.local_actor import place_local
-from omlx.cluster.planner import NodeBudget, ShardPlan, plan_shards
+from omlx.cluster.local_actor import STAGE, place_local
+from omlx.cluster.planner import NodeBudget, ShardPlan, plan_work
 from omlx.demo.cache import build_whole, default_cache
 from omlx.demo.models import build
 from omlx.ids import ModelId
+from omlx.node.client import Placement, StageProcess
 from omlx.node.engine import Engine
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
@@ -43,10 +45,16 @@ def model_folder(name: str) -> Path:
 def shards(folder: Path, stages: int) -> ShardPlan:
     """The layers over `stages` equal budgets, as the coordinator cuts them."""
     nodes = [NodeBudget(f"stage {i}", ROOMY) for i in range(stages)]
-    return plan_shards(read_manifest(folder), nodes, context_tokens=CONTEXT_TOKENS, sequences=1)
+    return plan_work(read_manifest(folder), nodes, context_tokens=CONTEXT_TOKENS, sequences=1)
 
 
-def new_pipeline(folder: Path, stages: int) -> Pipeline:
+async def place_on_a_core(index: int) -> StageProcess:
+    """Stage i has core i to itself, its threads and all, so that one core is compared with two."""
+    core = sorted(os.sched_getaffinity(0))[index]
+    return await place_local(index, ("taskset", "--cpu-list", str(core), *STAGE))
+
+
+def new_pipeline(folder: Path, stages: int, place: Placement = place_local) -> Pipeline:
     """Not yet opened; its stages are child processes."""
     spans: list[tuple[int, int | None]] = [(span.start, span.end) for span in shards(folder, stages).spans]
     spec = PipelineSpec(
@@ -55,11 +63,11 @@ def new_pipeline(folder: Path, stages: int) -> Pipeline:
         load_timeout_s=WITHIN_S,
         step_timeout_s=WITHIN_S,
     )
-    return Pipeline(spec, place_local)
+    return Pipeline(spec, place)
 
 
 @asynccontextmanager
-async def running_engine(folder: Path, stages: int) -> AsyncIterator[Engine]:
+async def running_engine(folder: Path, stages: int, place: Placement = place_local) -> AsyncIterator[Engine]:
     """An engine with the server's default limits."""
     defaults = Settings.model_fields
     limits = Limits(
@@ -70,7 +78,7 @@ async def running_engine(folder: Path, stages: int) -> AsyncIterator[Engine]:
         mixed_step_tokens=defaults["mixed_step_tokens"].default,
         capacity_tokens=10**6,
     )
-    engine = Engine(ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages))
+    engine = Engine(ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages, place))
     await engine.open(lambda done, total: None)
     try:
         yield engine

@@ -13,7 +13,7 @@ import structlog
 
 from omlx.cluster.capacity import capacity_tokens
 from omlx.cluster.local_actor import free_ring
-from omlx.cluster.planner import NodeBudget, ShardPlan, StagePlan, plan_shards
+from omlx.cluster.planner import NodeBudget, ShardPlan, StagePlan, plan_work
 from omlx.errors import BadModel, Closed, DoesNotFit
 from omlx.ids import ModelId
 from omlx.node.chat import ChatModel
@@ -182,7 +182,7 @@ class Coordinator:
         stages = self._serving.stages
         nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
         try:
-            return plan_shards(
+            return plan_work(
                 manifest,
                 nodes,
                 context_tokens=min(self._context[id], LEAST_CONTEXT_TOKENS),

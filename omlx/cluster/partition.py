@@ -113,6 +113,39 @@ def best_cuts(load: LayerSums, budgets: Sequence[int]) -> list[int]:
     return _even_cuts(load, budgets, fixed, table)
 
 
+def even_cuts(work: Sequence[int], tail: int, stages: int) -> list[int]:
+    """Where the spans begin, and the end of the last, so that the stage with the most work has the least.
+
+    `work` of each layer, and `tail` on top for the last stage, in any one unit; stages are equally fast.
+    Of equally good cuts the one whose first stages have most: the last has the sampling too. Dynamic
+    programming over (stages, layers placed), exact.
+    """
+    sums = _sums(work)
+    layers = len(work)
+    most = [[0, *[inf] * layers]]
+    for stage in range(1, stages + 1):
+        extra = tail if stage == stages else 0
+        row: list[float] = [inf] * (layers + 1)
+        for end in range(stage, layers + 1):
+            for start in range(end - 1, stage - 2, -1):
+                own = sums[end] - sums[start] + extra
+                if own >= row[end]:
+                    break  # earlier starts only add layers to this stage
+                row[end] = min(row[end], max(own, most[-1][start]))
+        most.append(row)
+    cuts = [layers]
+    for stage in range(stages, 0, -1):
+        extra = tail if stage == stages else 0
+        end, bound = cuts[-1], most[stages][layers]
+        fits = [
+            start
+            for start in range(stage - 1, end)
+            if most[stage - 1][start] <= bound and sums[end] - sums[start] + extra <= bound
+        ]
+        cuts.append(max(fits))
+    return cuts[::-1]
+
+
 def _even_cuts(
     load: LayerSums, budgets: Sequence[int], fixed: Sequence[int], table: Sequence[Sequence[float]]
 ) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from omlx.cluster.partition import LayerSums, best_cuts
+from omlx.cluster.partition import LayerSums, best_cuts, even_cuts
 from omlx.errors import BadSetting, DoesNotFit, Refused
 from omlx.node.manifest import ModelManifest
 
@@ -74,7 +74,6 @@ class ShardPlan:
     stages: tuple[StagePlan, ...]
     context_tokens: int
     sequences: int
-    step_tokens: int
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -108,16 +107,47 @@ def plan_shards(
     """
     _refuse_nonsense(manifest, nodes, context_tokens, sequences, step_tokens)
     load = LayerSums.of(manifest, context_tokens, sequences, step_tokens)
-    cuts = best_cuts(load, [node.bytes for node in nodes])
+    plan = _cut(load, nodes, best_cuts(load, [node.bytes for node in nodes]), context_tokens, sequences)
+    short = sum(max(0, -stage.headroom) for stage in plan.stages)
+    if short:
+        raise DoesNotFit(_arithmetic(manifest, plan, short), short_bytes=short)
+    return plan
+
+
+def plan_work(
+    manifest: ModelManifest,
+    nodes: Sequence[NodeBudget],
+    *,
+    context_tokens: int,
+    sequences: int,
+    step_tokens: int = 512,
+) -> ShardPlan:
+    """The layers over equally fast `nodes`, so that the slowest has the least to do; where that does not
+    fit into their memory, by memory alone, as `plan_shards`.
+
+    Work is the weights that a step reads: those of the layers, and on the last stage of norm and head; an
+    embedding is looked up, not read. Raises like `plan_shards`.
+    """
+    _refuse_nonsense(manifest, nodes, context_tokens, sequences, step_tokens)
+    load = LayerSums.of(manifest, context_tokens, sequences, step_tokens)
+    head = manifest.head_bytes + manifest.other_bytes + (manifest.embedding_bytes if manifest.tied else 0)
+    cuts = even_cuts([layer.weights for layer in manifest.layers], head, len(nodes))
+    plan = _cut(load, nodes, cuts, context_tokens, sequences)
+    if all(stage.headroom >= 0 for stage in plan.stages):
+        return plan
+    return plan_shards(
+        manifest, nodes, context_tokens=context_tokens, sequences=sequences, step_tokens=step_tokens
+    )
+
+
+def _cut(
+    load: LayerSums, nodes: Sequence[NodeBudget], cuts: Sequence[int], context_tokens: int, sequences: int
+) -> ShardPlan:
     stages = tuple(
         _stage(load, node, Span(start, end), last=index == len(nodes) - 1)
         for index, (node, start, end) in enumerate(zip(nodes, cuts, cuts[1:], strict=False))
     )
-    plan = ShardPlan(stages, context_tokens, sequences, step_tokens)
-    short = sum(max(0, -stage.headroom) for stage in stages)
-    if short:
-        raise DoesNotFit(_arithmetic(manifest, plan, short), short_bytes=short)
-    return plan
+    return ShardPlan(stages, context_tokens, sequences)
 
 
 def parse_node(text: str) -> NodeBudget:

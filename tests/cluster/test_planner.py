@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from omlx.cluster.planner import NodeBudget, ShardPlan, Span, parse_node, plan_shards
+from omlx.cluster.partition import even_cuts
+from omlx.cluster.planner import NodeBudget, ShardPlan, Span, parse_node, plan_shards, plan_work
 from omlx.errors import BadSetting, DoesNotFit, Refused
 from omlx.node.kv_bytes import LayerKv
 from omlx.node.manifest import LayerBytes, ModelManifest
@@ -251,3 +252,41 @@ def test_a_node_is_read_from_name_and_size(text: str, size: int) -> None:
 def test_a_node_that_cannot_be_read_is_a_bad_setting(text: str) -> None:
     with pytest.raises(BadSetting, match="node"):
         parse_node(text)
+
+
+@given(
+    work=st.lists(st.integers(1, 50), min_size=1, max_size=9),
+    tail=st.integers(0, 120),
+    stages=st.integers(1, 4),
+)
+def test_even_work_is_as_even_as_every_other_cut_could_make_it(
+    work: list[int], tail: int, stages: int
+) -> None:
+    stages = min(stages, len(work))
+
+    def slowest(cuts: tuple[int, ...]) -> int:
+        spans = list(itertools.pairwise(cuts))
+        return max(sum(work[a:b]) + (tail if b == len(work) else 0) for a, b in spans)
+
+    every = [(0, *inner, len(work)) for inner in itertools.combinations(range(1, len(work)), stages - 1)]
+    cuts = tuple(even_cuts(work, tail, stages))
+    assert cuts in every
+    assert slowest(cuts) == min(map(slowest, every))
+
+
+def test_the_head_counts_as_work_and_the_embedding_does_not() -> None:
+    layers = [LayerBytes(100, LayerKv(per_token=1))] * 8
+    nodes = [NodeBudget("a", PLENTY), NodeBudget("b", PLENTY)]
+    tied = manifest_of(layers, tied=True, embedding_bytes=390, other_bytes=10)
+    plan = plan_work(tied, nodes, context_tokens=64, sequences=1)
+    assert plan.spans == (Span(0, 6), Span(6, 8))
+
+
+def test_where_even_work_does_not_fit_memory_decides() -> None:
+    layers = [LayerBytes(10**6, LayerKv(per_token=1))] * 8
+    manifest = manifest_of(layers)
+    free = plan_work(manifest, [NodeBudget("a", PLENTY)] * 2, context_tokens=64, sequences=1)
+    nodes = [NodeBudget("a", free.stages[0].used - 1), NodeBudget("b", PLENTY)]
+    plan = plan_work(manifest, nodes, context_tokens=64, sequences=1)
+    assert plan == plan_shards(manifest, nodes, context_tokens=64, sequences=1)
+    assert all(stage.headroom >= 0 for stage in plan.stages)
