@@ -205,6 +205,7 @@ class Engine:
             except StageLost as again:
                 lost = again
                 continue
+            self._woken = False  # the pipeline has emptied `events`, wake-ups too
             self.recovering = False
             self.recoveries += 1
             self._progress = time.monotonic()

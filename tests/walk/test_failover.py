@@ -91,6 +91,23 @@ def test_a_stage_killed_while_a_prompt_is_computed_and_one_killed_while_idle(tin
     asyncio.run(walk())
 
 
+def test_requests_after_one_that_came_while_a_stage_was_started_again_are_answered_too(tiny: Tiny) -> None:
+    """A wake-up was thrown away with the events of the epoch that was over: everybody waited for ever."""
+    folder = tiny("tiny-llama")
+
+    async def walk() -> None:
+        async with engine(folder, 2) as (opened, scheduler), asyncio.timeout(30):
+            kill(opened, 1)
+            await until(lambda: opened.recovering)
+            assert len(await answer(opened, request(PROMPTS[0], max_tokens=4))) == 4
+            assert opened.recoveries == 1
+            for _ in range(3):
+                await until(lambda: not scheduler.in_flight)
+                assert len(await answer(opened, request(PROMPTS[0], max_tokens=4))) == 4
+
+    asyncio.run(walk())
+
+
 def test_a_stage_deep_in_a_long_step_is_waited_for_and_not_started_again(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
