@@ -122,7 +122,7 @@ def test_a_stage_deep_in_a_long_step_is_waited_for_and_not_started_again(
             pids = [stage.process.pid for stage in opened.pipeline.stages]
             started = time.monotonic()
             undisturbed = await answer(opened, wanted)
-            assert time.monotonic() - started > 0.8, "the step must be longer than the time to join"
+            assert time.monotonic() - started > 0.25, "the step must be longer than the time to join"
             assert opened.recoveries == 0
             stream = opened.submit(wanted)
             await until(lambda: bool(scheduler.in_flight))
