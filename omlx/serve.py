@@ -13,7 +13,7 @@ import psutil
 import uvicorn
 
 from omlx.api.app import create_app
-from omlx.cluster.coordinator import Coordinator, LoadProgress, Serving
+from omlx.cluster.coordinator import Coordinator, LoadProgress
 from omlx.cluster.local_actor import place_local
 from omlx.cluster.machine import memory_available_bytes, memory_ceiling_bytes
 from omlx.errors import BadModel, BadSetting
@@ -107,17 +107,7 @@ async def running(settings: Settings, library: Library, progress: LoadProgress) 
     """A coordinator for `library`; a single model is loaded before this returns, several on first use."""
     coordinator = Coordinator(
         library,
-        Serving(
-            stages=settings.stages,
-            max_concurrent_requests=settings.max_concurrent_requests,
-            max_queued_requests=settings.max_queued_requests,
-            step_tokens=settings.step_tokens,
-            mixed_step_tokens=settings.mixed_step_tokens,
-            context_tokens=settings.context_tokens,
-            load_timeout_s=settings.load_timeout_s,
-            step_timeout_s=settings.step_timeout_s,
-            link=settings.link,
-        ),
+        settings,
         place_local,
         memory_ceiling_bytes(),
         memory_available_bytes,

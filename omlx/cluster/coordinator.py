@@ -26,6 +26,7 @@ from omlx.node.model_config import read_config
 from omlx.node.pipeline import Pipeline, PipelineSpec
 from omlx.node.scheduler import Limits, Scheduler
 from omlx.node.text.tokenizer import load_tokenizer
+from omlx.settings import Settings
 
 log = structlog.get_logger()
 
@@ -36,21 +37,6 @@ LEAST_CONTEXT_TOKENS = 4096
 
 LoadProgress = Callable[[ModelId, int, int], None]
 """(model, bytes read, bytes in all)"""
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """How every model is served; taken from the settings."""
-
-    stages: int
-    max_concurrent_requests: int
-    max_queued_requests: int
-    step_tokens: int
-    mixed_step_tokens: int
-    context_tokens: int | None
-    load_timeout_s: float
-    step_timeout_s: float
-    link: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +59,13 @@ class Coordinator:
     def __init__(
         self,
         library: Library,
-        serving: Serving,
+        settings: Settings,
         place: Placement,
         ceiling_bytes: int,
         available_bytes: Callable[[], int],
         progress: LoadProgress = lambda model, done, total: None,
     ) -> None:
-        self._serving = serving
+        self._settings = settings
         self._place = place
         self._ceiling_bytes = ceiling_bytes
         self._available_bytes = available_bytes
@@ -89,7 +75,7 @@ class Coordinator:
         self._loads: dict[ModelId, asyncio.Task[Served]] = {}
         self._entries = {entry.id: entry for entry in library.entries if entry.problem is None}
         self._library = library
-        self._context = {id: _context(entry.folder, serving) for id, entry in self._entries.items()}
+        self._context = {id: _context(entry.folder, settings) for id, entry in self._entries.items()}
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Every model that can be served, loaded or not."""
@@ -152,8 +138,10 @@ class Coordinator:
 
     async def _load(self, id: ModelId, folder: Path) -> Served:
         manifest = await asyncio.to_thread(read_manifest, folder)
+        for warning in manifest.warnings:
+            log.warning("model folder", model=id, what=warning)
         plan = self._plan(id, manifest)
-        capacity = capacity_tokens(manifest, plan, self._serving.max_concurrent_requests)
+        capacity = capacity_tokens(manifest, plan, self._settings.max_concurrent_requests)
         context = min(self._context[id], capacity)
         engine = self._engine(id, folder, plan, capacity)
         reading = asyncio.create_task(asyncio.to_thread(load_tokenizer, folder), name=f"tokenizer-{id}")
@@ -179,7 +167,7 @@ class Coordinator:
     def _plan(self, id: ModelId, manifest: ModelManifest) -> ShardPlan:
         taken = sum(served.bytes for served in self._loaded() if served.engine.failure is None)
         budget = min(self._ceiling_bytes - taken, self._available_bytes())
-        stages = self._serving.stages
+        stages = self._settings.stages
         nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
         try:
             return plan_work(
@@ -187,7 +175,7 @@ class Coordinator:
                 nodes,
                 context_tokens=min(self._context[id], LEAST_CONTEXT_TOKENS),
                 sequences=1,
-                step_tokens=self._serving.step_tokens,
+                step_tokens=self._settings.step_tokens,
             )
         except DoesNotFit as error:
             raise DoesNotFit(f"{id} does not fit into memory: {error}", error.short_bytes) from error
@@ -198,29 +186,29 @@ class Coordinator:
         return min(1.0, (stage.node.bytes if alone else stage.used) / self._ceiling_bytes)
 
     def _engine(self, id: ModelId, folder: Path, plan: ShardPlan, capacity: int) -> Engine:
-        serving = self._serving
+        settings = self._settings
         whole = len(plan.stages) == 1
         spec = PipelineSpec(
             folder=folder,
             spans=((0, None),) if whole else tuple((span.start, span.end) for span in plan.spans),
-            load_timeout_s=serving.load_timeout_s,
-            step_timeout_s=serving.step_timeout_s,
-            link=serving.link,
-            ring=partial(free_ring, len(plan.stages)) if serving.link != "tcp" and not whole else None,
+            load_timeout_s=settings.load_timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+            link=settings.link,
+            ring=partial(free_ring, len(plan.stages)) if settings.link != "tcp" and not whole else None,
             memory_shares=tuple(self._gpu_share(stage) for stage in plan.stages),
         )
         limits = Limits(
-            places=serving.max_concurrent_requests,
-            queue=serving.max_queued_requests,
+            places=settings.max_concurrent_requests,
+            queue=settings.max_queued_requests,
             groups=len(plan.stages),
-            step_tokens=serving.step_tokens,
-            mixed_step_tokens=min(serving.mixed_step_tokens, serving.step_tokens),
+            step_tokens=settings.step_tokens,
+            mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
             capacity_tokens=capacity,
         )
         return Engine(id, Scheduler(limits), Pipeline(spec, self._place))
 
 
-def _context(folder: Path, serving: Serving) -> int:
+def _context(folder: Path, settings: Settings) -> int:
     """The longest prompt and answer: what the config says, or less where the settings say so."""
     own = read_config(folder).context_tokens or DEFAULT_CONTEXT_TOKENS
-    return own if serving.context_tokens is None else min(own, serving.context_tokens)
+    return own if settings.context_tokens is None else min(own, settings.context_tokens)

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from omlx.errors import BadModel, CannotSplit, DoesNotFit, LinkLost, Refused, StageLost, StepFailed, TooLate
+from omlx.errors import BadModel, CannotSplit, LinkLost, Refused, StageLost, StepFailed, TooLate
 from omlx.ids import Epoch
 from omlx.node.step import StepPlan, StepResult
 from omlx.node.wire import (
@@ -79,7 +79,7 @@ class StageClient:
         self._pinging: asyncio.Task[None] | None = None
 
     async def load(self, message: Load, progress: LoadProgress, within_s: float) -> Loaded:
-        """Raises BadModel, CannotSplit, DoesNotFit as the stage says, StageLost when it dies or dawdles."""
+        """Raises BadModel or CannotSplit as the stage says, StageLost when it dies or dawdles."""
         self._progress = progress
         answer = await self._ask(message, within_s)
         assert isinstance(answer, Loaded)
@@ -205,7 +205,4 @@ class StageClient:
 
 
 def _refused(name: str, message: str) -> Refused:
-    kinds: dict[str, type[Refused]] = {"BadModel": BadModel, "CannotSplit": CannotSplit}
-    if name == "DoesNotFit":
-        return DoesNotFit(message, short_bytes=0)
-    return kinds.get(name, BadModel)(message)
+    return CannotSplit(message) if name == "CannotSplit" else BadModel(message)

@@ -84,7 +84,6 @@ class Engine:
         self._scheduler = scheduler
         self._streams: dict[SeqId, Stream] = {}
         self._deaths: deque[float] = deque()
-        self._woken = False
         self._progress = time.monotonic()
         self._step_s = 0.05
         """Time from one result to the next while the stages have work, smoothed."""
@@ -166,14 +165,11 @@ class Engine:
         deadline_s = self.pipeline.spec.step_timeout_s if self._scheduler.in_flight else None
         try:
             async with asyncio.timeout(deadline_s):
-                event = await self.pipeline.events.get()
+                return await self.pipeline.events.get()
         except TimeoutError:
             lost = TooLate(f"no stage finished a step within {deadline_s:.0f} s")
             self.pipeline.give_up(lost)
             return lost
-        if event is None:
-            self._woken = False
-        return event
 
     def _deliver(self, result: StepResult) -> None:
         now = time.monotonic()
@@ -205,7 +201,6 @@ class Engine:
             except StageLost as again:
                 lost = again
                 continue
-            self._woken = False  # the pipeline has emptied `events`, wake-ups too
             self.recovering = False
             self.recoveries += 1
             self._progress = time.monotonic()
@@ -237,9 +232,10 @@ class Engine:
             self._wake()
 
     def _wake(self) -> None:
-        if not self._woken:
-            self._woken = True
-            self._progress = time.monotonic() if not self._scheduler.in_flight else self._progress
+        """Whatever lies in the queue wakes the task, which then looks at everything."""
+        if not self._scheduler.in_flight:
+            self._progress = time.monotonic()
+        if self.pipeline.events.empty():
             self.pipeline.events.put_nowait(None)
 
     def _give_up(self, failure: OmlxError) -> None:

@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections import deque
 from pathlib import Path
@@ -66,8 +65,6 @@ class StageHost:
         """Launched, and not yet read."""
         self._newest: Epoch = Epoch(0)
         """Of the Begins that the socket thread has seen; the compute thread may be behind."""
-        self._rows = self._steps = 0
-        self._busy_s = 0.0
 
     def run(self) -> None:
         """Serve until the head says Leave or goes away."""
@@ -107,7 +104,7 @@ class StageHost:
             os._exit(0)
 
     def _pong(self, number: int) -> Pong:
-        return Pong(number, self._rows, self._steps, self._busy_s, mx.get_active_memory(), peak_rss_bytes())
+        return Pong(number, peak_rss_bytes())
 
     def _send(self, message: ToHead) -> None:
         with self._sending:
@@ -173,7 +170,6 @@ class StageHost:
         assert self._stage is not None
         if plan.epoch != self._stage.epoch:
             return  # sent before the head knew that this epoch was over
-        started = time.perf_counter()
         try:
             launched = self._stage.step(plan)
             if launched is not None:
@@ -188,15 +184,12 @@ class StageHost:
         except StageLost as lost:
             self._end_epoch()
             self._send(Broken(plan.epoch, str(lost)))
-        self._busy_s += time.perf_counter() - started
-        self._steps += 1
-        self._rows = len(self._stage.rows)
 
     def _end_epoch(self) -> None:
         assert self._stage is not None
         self._air.clear()
         self._stage.close()
-        self._rows, self._links = 0, ()
+        self._links = ()
 
 
 def log_traceback(error: StageLost) -> None:

@@ -54,10 +54,6 @@ class Pipeline:
         self._closing: asyncio.Task[None] | None = None
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(stage.loaded.weight_bytes for stage in self.stages if stage.loaded is not None)
-
-    @property
     def batches(self) -> bool:
         """Whether every stage can compute several sequences together."""
         return all(stage.loaded is None or stage.loaded.batches for stage in self.stages)

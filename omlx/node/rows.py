@@ -39,9 +39,6 @@ class Rows:
     cut: Cut
     _batch_of: dict[SeqId, Batch] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        return len(self._batch_of)
-
     def clear(self) -> None:
         self._batch_of.clear()
 

@@ -114,7 +114,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """The model cannot be served like this; trying again would not help."""
 
     error: str
-    """BadModel, CannotSplit or DoesNotFit."""
+    """BadModel or CannotSplit."""
     message: str
 
 
@@ -145,11 +145,6 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """From the socket thread, so it comes while the compute thread is busy."""
 
     number: int
-    rows: int
-    steps: int
-    busy_s: float
-    """Seconds spent in steps since the start."""
-    active_bytes: int
     peak_rss_bytes: int
 
 
