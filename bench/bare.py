@@ -17,13 +17,16 @@ from omlx.cluster.local_actor import compute_environment
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One run. decode: mlx_lm's own generate loop. steps: Stage.step, a token a step, all `spans` in this
+    """One run. decode: mlx_lm's own generate loop. together: plain batched steps, every row with a prompt
+    of its own that is as long as `prompt`. steps: Stage.step, a token a step, all `spans` in this
     process. empty: the same with plans that compute nothing."""
 
-    loop: Literal["decode", "steps", "empty"]
+    loop: Literal["decode", "together", "steps", "empty"]
     count: int
     """Tokens or steps."""
     prompt: tuple[int, ...] = (10,)
+    rows: int = 1
+    """Of `together`."""
     spans: tuple[tuple[int, int], ...] = ()
     """Half-open layer spans; empty: the whole model as one stage."""
 

@@ -1,5 +1,6 @@
 """What the benches measure: the server's own pipelines and engines, without HTTP and text around them."""
 
+import asyncio
 import os
 import random
 import time
@@ -67,15 +68,17 @@ def new_pipeline(folder: Path, stages: int, place: Placement = place_local) -> P
 
 
 @asynccontextmanager
-async def running_engine(folder: Path, stages: int, place: Placement = place_local) -> AsyncIterator[Engine]:
-    """An engine with the server's default limits."""
+async def running_engine(
+    folder: Path, stages: int, place: Placement = place_local, places: int | None = None
+) -> AsyncIterator[Engine]:
+    """An engine with the server's default limits; `places`: sequences that run at once."""
     defaults = Settings.model_fields
     limits = Limits(
-        places=defaults["max_concurrent_requests"].default,
+        places=places or defaults["max_concurrent_requests"].default,
         queue=defaults["max_queued_requests"].default,
-        groups=stages,
+        stages=stages,
         step_tokens=defaults["step_tokens"].default,
-        mixed_step_tokens=defaults["mixed_step_tokens"].default,
+        slowdown=defaults["slowdown"].default,
         capacity_tokens=10**6,
     )
     engine = Engine(ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages, place))
@@ -94,11 +97,24 @@ def prompts(count: int, tokens: int, vocabulary: int, seed: int = 0) -> list[tup
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Greedy tokens, and when the first and the last of them came, on time.perf_counter."""
+    """Greedy tokens, when they were asked for, and when each of them came; on time.perf_counter."""
 
     tokens: tuple[int, ...]
-    first: float
-    last: float
+    asked: float
+    times: tuple[float, ...]
+
+    @property
+    def first(self) -> float:
+        return self.times[0]
+
+    @property
+    def last(self) -> float:
+        return self.times[-1]
+
+    @property
+    def first_s(self) -> float:
+        """Seconds until the first token."""
+        return self.first - self.asked
 
     @property
     def token_s(self) -> float:
@@ -110,9 +126,18 @@ async def answer(engine: Engine, prompt: Iterable[int], max_tokens: int) -> Answ
     """Exactly `max_tokens` greedy tokens: no stop token ends it."""
     request = Request(tuple(prompt), SamplingParams(temperature=0), max_tokens, frozenset())
     tokens: list[int] = []
-    first = 0.0
+    times: list[float] = []
+    asked = time.perf_counter()
     async for token in engine.submit(request):
-        if not tokens:
-            first = time.perf_counter()
+        times.append(time.perf_counter())
         tokens.append(token.id)
-    return Answer(tuple(tokens), first, time.perf_counter())
+    return Answer(tuple(tokens), asked, tuple(times))
+
+
+async def together(engine: Engine, asked: list[tuple[int, ...]], max_tokens: int) -> float:
+    """Tokens/s from the moment when all of them decode to the first one's end."""
+    answers = await asyncio.gather(*(answer(engine, prompt, max_tokens) for prompt in asked))
+    begin, end = max(one.first for one in answers), min(one.last for one in answers)
+    if end <= begin:
+        raise SystemExit("bench: the answers did not run side by side; ask for longer ones")
+    return sum((end - begin) / one.token_s for one in answers) / (end - begin)

@@ -149,9 +149,9 @@ async def both(folder: Path) -> AsyncIterator[tuple[Engine, asyncio.subprocess.P
     limits = Limits(
         places=64,
         queue=64,
-        groups=1,
+        stages=1,
         step_tokens=4096,
-        mixed_step_tokens=4096,
+        slowdown=100.0,
         capacity_tokens=10**6,
     )
     spec = PipelineSpec(folder, ((0, None),), load_timeout_s=300, step_timeout_s=120)

@@ -1,29 +1,33 @@
-"""From settings to a running server: the port first, then the models, then HTTP, and all of it back.
+"""From settings to a running server: the port first, then models and HTTP side by side, and all of it back.
 
-The composition of coordinator, API and uvicorn; the command line shows what it does.
+The composition of coordinator and web server; the command line shows what it does.
 """
 
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import psutil
-import uvicorn
 
-from omlx.api.app import create_app
 from omlx.cluster.coordinator import Coordinator, LoadProgress
-from omlx.cluster.local_actor import place_local
+from omlx.cluster.local_actor import Spare, discard_all, place_from
 from omlx.cluster.machine import memory_available_bytes, memory_ceiling_bytes
 from omlx.errors import BadModel, BadSetting
+from omlx.node.client import Placement
 from omlx.node.library import Library, scan
 from omlx.settings import Settings
 
+if TYPE_CHECKING:
+    from omlx.web import Server
+
+SWITCH_S = 0.0005
+"""How long the event loop waits for a thread that computes in Python; by default it is ten times that."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 JACCL_NEEDS = ("MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR")
-GRACE_S = 5
-"""How long connections may take to end once the server stops; their streams end at once."""
 
 
 def check_door(settings: Settings) -> None:
@@ -90,61 +94,46 @@ def find_models(settings: Settings) -> Library:
     return library
 
 
-class Server(uvicorn.Server):
-    """Ends the streams before it waits for the connections to close."""
-
-    def __init__(self, config: uvicorn.Config, coordinator: Coordinator) -> None:
-        super().__init__(config)
-        self._coordinator = coordinator
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._coordinator.close()
-        await super().shutdown(sockets)
-
-
 @asynccontextmanager
-async def running(settings: Settings, library: Library, progress: LoadProgress) -> AsyncIterator[Coordinator]:
-    """A coordinator for `library`; a single model is loaded before this returns, several on first use."""
+async def running(
+    settings: Settings, library: Library, place: Placement, progress: LoadProgress
+) -> AsyncIterator[Coordinator]:
+    """A coordinator for `library`, closed in the end."""
     coordinator = Coordinator(
         library,
         settings,
-        place_local,
+        place,
         memory_ceiling_bytes(),
         memory_available_bytes,
         progress,
     )
     try:
-        cards = coordinator.cards()
-        if len(cards) == 1:
-            await coordinator.chat_model(cards[0].id)
         yield coordinator
     finally:
         await coordinator.close()
 
 
 async def serve(
-    settings: Settings, progress: LoadProgress, beside: Callable[[Server, Library], Awaitable[None]]
+    settings: Settings,
+    spares: list[Spare],
+    progress: LoadProgress,
+    beside: Callable[["Server", Library], Awaitable[None]],
 ) -> None:
     """Serve until SIGINT, SIGTERM or `should_exit`; `beside` runs as soon as requests are taken.
 
+    A single model is loaded before that, by the processes in `spares` first; several are loaded on first use.
     Raises Refused before anything is loaded where it cannot work.
     """
     check_door(settings)
     check_link(settings)
+    sys.setswitchinterval(SWITCH_S)
     library = await asyncio.to_thread(find_models, settings)
     with bind(settings.host, settings.port) as sock:
-        async with running(settings, library, progress) as coordinator:
-            app = create_app(
-                coordinator,
-                api_key=settings.api_key,
-                allowed_hosts=own_names(settings),
-                max_body_bytes=settings.max_body_bytes,
-                keepalive_s=settings.keepalive_s,
+        async with running(settings, library, place_from(spares), progress) as coordinator:
+            _, server = await asyncio.gather(
+                _load_only_model(coordinator), asyncio.to_thread(_server, settings, coordinator)
             )
-            config = uvicorn.Config(
-                app, log_config=None, lifespan="off", timeout_graceful_shutdown=GRACE_S, server_header=False
-            )
-            server = Server(config, coordinator)
+            discard_all(spares)
             company = asyncio.create_task(_company(server, beside(server, library)), name="beside")
             try:
                 await server.serve(sockets=[sock])
@@ -155,7 +144,20 @@ async def serve(
                 raise error
 
 
-async def _company(server: Server, work: Awaitable[None]) -> None:
+async def _load_only_model(coordinator: Coordinator) -> None:
+    cards = coordinator.cards()
+    if len(cards) == 1:
+        await coordinator.chat_model(cards[0].id)
+
+
+def _server(settings: Settings, coordinator: Coordinator) -> "Server":
+    # Imported here, for that takes as long as the stages need for a good part of the weights.
+    from omlx.web import make_server
+
+    return make_server(settings, coordinator, own_names(settings))
+
+
+async def _company(server: "Server", work: Awaitable[None]) -> None:
     """Whatever runs beside the server takes it down when it fails."""
     try:
         await work

@@ -43,9 +43,9 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(default=64, ge=0, le=100_000)
     """Sequences that may wait beyond those; the next is refused with 503 and Retry-After."""
     step_tokens: int = Field(default=512, ge=1, le=65536)
-    """Most prompt tokens computed in one step while nobody waits for a next token."""
-    mixed_step_tokens: int = Field(default=128, ge=1, le=65536)
-    """Most prompt tokens computed in one step while running answers wait for their next token."""
+    """Most prompt tokens computed in one step."""
+    slowdown: float = Field(default=2.7, ge=1.1, le=100.0)
+    """While prompts are computed, running answers' tokens come at most this many times slower."""
     context_tokens: int | None = Field(default=None, ge=16)
     """Longest prompt + answer; default: what the model's config says."""
     keepalive_s: float = Field(default=10.0, gt=0)
@@ -53,6 +53,8 @@ class Settings(BaseSettings):
     load_timeout_s: float = Field(default=900.0, gt=0)
     step_timeout_s: float = Field(default=600.0, gt=0)
     """A step that takes longer counts as a stuck stage."""
+    trace: Path | None = None
+    """Folder for a timeline of every model's steps, to be opened in Perfetto."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @classmethod

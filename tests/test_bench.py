@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from typer.testing import CliRunner, Result
 
-from omlx import cli
+from omlx import commands
 from omlx.bench import SCENARIOS, Figures, Load, LoadClient, Timing, check_url, find_scenarios
 from omlx.errors import BadSetting, Full, ModelNotFound, OmlxError, Refused
 
@@ -335,7 +335,7 @@ def test_an_unknown_scenario_names_those_there_are() -> None:
 
 async def run_bench(*arguments: str) -> Result:
     """The command as a user calls it, in a thread because it runs a loop of its own."""
-    return await asyncio.to_thread(lambda: CliRunner().invoke(cli.app, ["bench", *arguments], env=WIDE))
+    return await asyncio.to_thread(lambda: CliRunner().invoke(commands.app, ["bench", *arguments], env=WIDE))
 
 
 async def test_the_command_prints_one_json_line_a_scenario() -> None:

@@ -192,6 +192,52 @@ def test_ctrl_c_stops_a_server_cleanly_and_leaves_no_stage(tiny: Tiny) -> None:
         assert all(not stage.is_running() for stage in stages)
 
 
+def imported_by(code: str, *arguments: str) -> set[str]:
+    """The packages that a Python has imported after `code`."""
+    code += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+def test_a_server_starts_its_first_stage_before_it_imports_anything_heavy() -> None:
+    assert not {"typer", "rich", "pydantic", "structlog", "starlette"} & imported_by("import omlx.cli")
+
+
+def test_a_server_tells_its_stage_what_to_load_before_it_imports_the_web_and_the_tokenizers() -> None:
+    found = imported_by("import omlx.commands, omlx.serve")
+    assert not {"starlette", "uvicorn", "jinja2", "tokenizers", "transformers", "mlx", "numpy"} & found
+
+
+def test_a_whole_head_has_imported_neither_mlx_nor_transformers(tiny: Tiny) -> None:
+    """They would cost more than all the rest of it, in seconds and in memory."""
+    code = "import sys, pathlib, omlx.serve, omlx.web; from omlx.node.text.tokenizer import load_tokenizer; "
+    found = imported_by(code + "load_tokenizer(pathlib.Path(sys.argv[1]))", str(tiny("tiny-llama")))
+    assert {"starlette", "tokenizers"} <= found
+    assert not {"mlx", "mlx_lm", "numpy", "torch", "transformers", "huggingface_hub"} & found
+
+
+def test_a_start_that_is_refused_leaves_no_stage_behind(tmp_path: Path) -> None:
+    code = """
+import psutil, sys
+sys.argv[1:] = ["serve", sys.argv[1]]
+from omlx.cli import main
+try:
+    main()
+finally:
+    print(len(psutil.Process().children()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "nowhere")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.strip()) == (2, "0")
+
+
 @pytest.mark.slow
 def test_the_demo_asks_and_answers_on_a_terminal_and_ends(smollm2: Path) -> None:
     """On a pseudo-terminal, as a person runs it."""

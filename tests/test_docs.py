@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from omlx.cli import app
+from omlx.commands import app
 from omlx.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from omlx.api import errors, health
+from omlx.api import errors, health, metrics
 from omlx.api.auth import Auth
 from omlx.api.body import BodyGate
 from omlx.api.door import Door, RequestId
@@ -41,5 +41,6 @@ def create_app(
     )
     errors.install(app)
     app.include_router(health.router(models))
+    app.include_router(metrics.router(models))
     app.include_router(openai.router(models, keepalive_s=keepalive_s))
     return app

@@ -7,6 +7,7 @@ from omlx.errors import ModelNotFound
 from omlx.ids import ModelId
 from omlx.node.chat import Chat, Delta, ReplyOptions
 from omlx.node.health import ModelCard, ModelHealth
+from omlx.node.meters import ModelFigures
 
 
 class Reply(Protocol):
@@ -35,6 +36,9 @@ class Models(Protocol):
 
     def cards(self) -> tuple[ModelCard, ...]: ...
     def health(self) -> tuple[ModelHealth, ...]: ...
+    def figures(self) -> dict[str, ModelFigures]:
+        """Of the loaded models, by id."""
+
     async def chat_model(self, model_id: ModelId) -> ChatModel:
         """Loads it on first use, which may take minutes; a caller that is cancelled stops no load.
 

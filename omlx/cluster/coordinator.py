@@ -8,25 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from omlx.cluster.capacity import capacity_tokens
 from omlx.cluster.local_actor import free_ring
 from omlx.cluster.planner import NodeBudget, ShardPlan, StagePlan, plan_work
-from omlx.errors import BadModel, Closed, DoesNotFit
+from omlx.errors import BadModel, BadSetting, Closed, DoesNotFit
 from omlx.ids import ModelId
-from omlx.node.chat import ChatModel
 from omlx.node.client import Placement
 from omlx.node.engine import Engine
 from omlx.node.health import ModelCard, ModelHealth
 from omlx.node.library import Library
 from omlx.node.manifest import ModelManifest, read_manifest
+from omlx.node.meters import ModelFigures
 from omlx.node.model_config import read_config
 from omlx.node.pipeline import Pipeline, PipelineSpec
 from omlx.node.scheduler import Limits, Scheduler
-from omlx.node.text.tokenizer import load_tokenizer
+from omlx.node.timeline import Timeline
 from omlx.settings import Settings
+
+if TYPE_CHECKING:
+    from omlx.node.chat import ChatModel
 
 log = structlog.get_logger()
 
@@ -44,7 +48,7 @@ class Served:
     """A loaded model."""
 
     engine: Engine
-    chat: ChatModel
+    chat: "ChatModel"
     bytes: int
     """Weights, and keys and values of one sequence, by the manifest's arithmetic."""
 
@@ -88,7 +92,11 @@ class Coordinator:
     def health(self) -> tuple[ModelHealth, ...]:
         return tuple(self._health(id) for id in self._entries)
 
-    async def chat_model(self, model_id: ModelId) -> ChatModel:
+    def figures(self) -> dict[str, ModelFigures]:
+        """Of the loaded models, by id."""
+        return {served.engine.model: served.engine.figures() for served in self._loaded()}
+
+    async def chat_model(self, model_id: ModelId) -> "ChatModel":
         """Loads it on first use; everybody who asks meanwhile waits for the same load.
 
         A caller that is cancelled stops no load.
@@ -144,12 +152,14 @@ class Coordinator:
         capacity = capacity_tokens(manifest, plan, self._settings.max_concurrent_requests)
         context = min(self._context[id], capacity)
         engine = self._engine(id, folder, plan, capacity)
-        reading = asyncio.create_task(asyncio.to_thread(load_tokenizer, folder), name=f"tokenizer-{id}")
+        making = asyncio.create_task(
+            asyncio.to_thread(_chat_model, id, folder, engine, context), name=f"tokenizer-{id}"
+        )
         try:
             await engine.open(lambda done, total: self._progress(id, done, total))
-            tokenizer = await reading
+            chat = await making
         except BaseException:
-            reading.cancel()
+            making.cancel()
             await engine.close()
             raise
         log.info(
@@ -162,7 +172,7 @@ class Coordinator:
         )
         self._context[id] = context
         used = sum(stage.weights + stage.kv for stage in plan.stages)
-        return Served(engine, ChatModel(id, tokenizer, engine, context), used)
+        return Served(engine, chat, used)
 
     def _plan(self, id: ModelId, manifest: ModelManifest) -> ShardPlan:
         taken = sum(served.bytes for served in self._loaded() if served.engine.failure is None)
@@ -200,15 +210,32 @@ class Coordinator:
         limits = Limits(
             places=settings.max_concurrent_requests,
             queue=settings.max_queued_requests,
-            groups=len(plan.stages),
+            stages=len(plan.stages),
             step_tokens=settings.step_tokens,
-            mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
+            slowdown=settings.slowdown,
             capacity_tokens=capacity,
         )
-        return Engine(id, Scheduler(limits), Pipeline(spec, self._place))
+        return Engine(id, Scheduler(limits), Pipeline(spec, self._place), self._timeline(id))
+
+    def _timeline(self, id: ModelId) -> Timeline | None:
+        """Raises BadSetting where none can be written."""
+        if self._settings.trace is None:
+            return None
+        try:
+            return Timeline(self._settings.trace / f"{id.replace('/', '--')}.json")
+        except OSError as error:
+            raise BadSetting(f"setting trace = {str(self._settings.trace)!r}: {error.strerror}") from error
 
 
 def _context(folder: Path, settings: Settings) -> int:
     """The longest prompt and answer: what the config says, or less where the settings say so."""
     own = read_config(folder).context_tokens or DEFAULT_CONTEXT_TOKENS
     return own if settings.context_tokens is None else min(own, settings.context_tokens)
+
+
+def _chat_model(id: ModelId, folder: Path, engine: Engine, context_tokens: int) -> "ChatModel":
+    # Imported here, while the stages read the weights.
+    from omlx.node.chat import ChatModel
+    from omlx.node.text.tokenizer import load_tokenizer
+
+    return ChatModel(id, load_tokenizer(folder), engine, context_tokens)

@@ -1,28 +1,48 @@
 """A stage as a child process on this machine; the head keeps the other end of its socket.
 
 The child sees the socket close when the head dies, however it dies, and ends itself: no orphans.
+Little is imported here, so that a server may start its first stage before it does anything else.
 """
 
 import asyncio
 import ctypes.util
 import os
 import platform
-import signal
 import socket
+import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from omlx.node.client import StageProcess
+if TYPE_CHECKING:
+    from omlx.node.client import Placement, StageProcess
+
+STAGE = (sys.executable, "-m", "omlx.node.process")
+"""The command of a stage; `--fd N` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A started child that nobody has taken into use: it imports what it needs, then waits."""
+
+    process: "subprocess.Popen[bytes]"
+    control: socket.socket
+
+    def discard(self) -> None:
+        """End it; returns when it is gone."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
 
 
 @dataclass(slots=True)
 class LocalActor:
-    """A started child. Implements StageProcess."""
+    """A child in use. Implements StageProcess."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    process: asyncio.subprocess.Process
+    process: "subprocess.Popen[bytes]"
     host: str = "127.0.0.1"
 
     @property
@@ -32,42 +52,60 @@ class LocalActor:
     async def end(self, within_s: float) -> None:
         """Wait for its end for so long, then kill it."""
         try:
-            async with asyncio.timeout(within_s):
-                await self.process.wait()
-        except TimeoutError:
-            # Not process.kill(): it would reap a child that is dead already, behind asyncio's back; whose
-            # own thread may have reaped it a moment ago.
-            with suppress(ProcessLookupError):
-                if self.process.returncode is None:
-                    os.kill(self.pid, signal.SIGKILL)
-            await self.process.wait()
+            await asyncio.to_thread(self.process.wait, within_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
 
 
-STAGE = (sys.executable, "-m", "omlx.node.process")
-"""The command of a stage; `--fd N` follows."""
-
-
-async def place_local(index: int, command: tuple[str, ...] = STAGE) -> StageProcess:
+async def place_local(index: int, command: tuple[str, ...] = STAGE) -> "StageProcess":
     """Start stage `index` as a child of this process."""
+    return await _take(start_child(command))
+
+
+def discard_all(spares: list[Spare]) -> None:
+    """End those that are left."""
+    while spares:
+        spares.pop().discard()
+
+
+def place_from(spares: list[Spare]) -> "Placement":
+    """Like `place_local`, but the children in `spares` are taken first, and out of it."""
+
+    async def place(index: int) -> "StageProcess":
+        return await _take(spares.pop()) if spares else await place_local(index)
+
+    return place
+
+
+def start_child(command: tuple[str, ...] = STAGE) -> Spare:
+    """Start a stage's process; which stage it will be is told later, through its socket."""
     ours, theirs = socket.socketpair()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(*command, "--fd", str(theirs.fileno())),
+        process = subprocess.Popen(
+            [*command, "--fd", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=2,  # what a library prints must not mix with the command line's own output
             env=os.environ | compute_environment(),
             # Ctrl-C is for the head, which then closes its stages in order.
             start_new_session=True,
         )
+    except BaseException:
+        ours.close()
+        raise
     finally:
         theirs.close()
+    return Spare(process, ours)
+
+
+async def _take(spare: Spare) -> LocalActor:
     try:
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=spare.control)
     except BaseException:
-        ours.close()  # the child sees it and ends
+        spare.discard()
         raise
-    return LocalActor(reader, writer, process)
+    return LocalActor(reader, writer, spare.process)
 
 
 def free_ring(stages: int) -> tuple[str, ...]:

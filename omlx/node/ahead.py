@@ -5,15 +5,17 @@ sends each draw to the first, which takes them in the order of the plans.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from omlx.ids import PlanId, SeqId
-from omlx.node.links import Link
 from omlx.node.step import Slice
 from omlx.node.wire import Tag
+
+Take = Callable[[Tag], mx.array]
+"""Waits for the draw with this tag, [B, 1, 1], from the last stage."""
 
 
 @dataclass(slots=True)
@@ -43,23 +45,23 @@ class Ahead:
         """The last stage will send this draw."""
         self._due.append((tag, seqs))
 
-    def clear_away(self, committed: PlanId, source: Link) -> None:
+    def clear_away(self, committed: PlanId, take: Take) -> None:
         """Take what was sent for plans that are over and that nobody asked for: nothing piles up."""
         while self._due and self._due[0][0].plan < committed:
-            self._receive(source)
+            self._receive(take)
 
-    def tokens(self, slices: Sequence[Slice], source: Link | None) -> mx.array:
-        """[B, L] int32 for one forward. Raises StageLost when a draw does not come."""
+    def tokens(self, slices: Sequence[Slice], take: Take) -> mx.array:
+        """[B, L] int32 for slices of one length. Raises StageLost when a draw does not come."""
         if all(piece.tokens for piece in slices):
             return mx.array([piece.tokens for piece in slices])
         unknown = {piece.seq for piece in slices if not piece.tokens}
-        while source is not None and any(unknown.intersection(seqs) for _, seqs in self._due):
-            self._receive(source)
+        while any(unknown.intersection(seqs) for _, seqs in self._due):
+            self._receive(take)
         if self._column is not None and self._column[0] == tuple(piece.seq for piece in slices):
             return self._column[1][:, None]
         rows = [self._latest[p.seq] if not p.tokens else mx.array(p.tokens[0]) for p in slices]
         return mx.stack(rows)[:, None]
 
-    def _receive(self, source: Link) -> None:
+    def _receive(self, take: Take) -> None:
         tag, seqs = self._due.popleft()
-        self.note(seqs, source.take(tag)[:, 0, 0])
+        self.note(seqs, take(tag)[:, 0, 0])

@@ -5,6 +5,7 @@ It knows a process only by its socket; how the process came to be there is the p
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from omlx.errors import BadModel, CannotSplit, LinkLost, Refused, StageLost, StepFailed, TooLate
@@ -14,6 +15,7 @@ from omlx.node.wire import (
     Begin,
     Begun,
     Broken,
+    Busy,
     Done,
     Failed,
     Leave,
@@ -21,6 +23,7 @@ from omlx.node.wire import (
     Loaded,
     Loading,
     Ping,
+    PlanTimes,
     Pong,
     Refusal,
     Step,
@@ -36,7 +39,18 @@ LEAVE_WITHIN_S = 5.0
 
 LoadProgress = Callable[[int, int], None]
 """(bytes read, bytes in all)"""
-Event = StepResult | StageLost
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What plans took a stage."""
+
+    stage: int
+    epoch: Epoch
+    times: tuple[PlanTimes, ...]
+
+
+Event = StepResult | Measured | StageLost
 
 
 class StageProcess(Protocol):
@@ -151,6 +165,8 @@ class StageClient:
         match message:
             case Done(result):
                 self._report(result)
+            case Busy(epoch, times):
+                self._report(Measured(self.index, epoch, times))
             case Pong():
                 self.pong = message
                 self._news.set()

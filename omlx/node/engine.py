@@ -14,11 +14,14 @@ import structlog
 
 from omlx.errors import Closed, ModelFailed, OmlxError, Refused, RequestFailed, StageLost, StepFailed, TooLate
 from omlx.ids import ModelId, SeqId
+from omlx.node.client import Measured
 from omlx.node.health import ModelHealth, ModelState
+from omlx.node.meters import Meters, ModelFigures
 from omlx.node.pipeline import Pipeline
 from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request, Token
 from omlx.node.step import StepResult
+from omlx.node.timeline import Timeline
 
 log = structlog.get_logger()
 
@@ -32,10 +35,11 @@ STALLED_AFTER_S = 30.0
 def look_ahead(step_s: float) -> int:
     """Plans of one group to keep in flight, so that the stages never wait for the head.
 
-    The head needs about a millisecond for a result and the next plan. Two hide it behind a step of tens
-    of milliseconds; short steps need more, and each costs a row that is thrown away when an answer stops.
+    The head needs about a millisecond for a result and the next plan. Three hide it, and let a stage build
+    the next forward beside the one that it computes; short steps need more. Each costs a row that is thrown
+    away when an answer stops.
     """
-    return 2 if step_s > 0.02 else 3 if step_s > 0.008 else 4
+    return 3 if step_s > 0.008 else 4
 
 
 class Stream:
@@ -75,12 +79,15 @@ class Stream:
 class Engine:
     """Owns the scheduler, the pipeline and the streams; one task moves all three."""
 
-    def __init__(self, model: ModelId, scheduler: Scheduler, pipeline: Pipeline) -> None:
+    def __init__(
+        self, model: ModelId, scheduler: Scheduler, pipeline: Pipeline, timeline: Timeline | None = None
+    ) -> None:
         self.model = model
         self.pipeline = pipeline
         self.failure: OmlxError | None = None
         self.recovering = False
         self.recoveries = 0
+        self.meters = Meters(timeline)
         self._scheduler = scheduler
         self._streams: dict[SeqId, Stream] = {}
         self._deaths: deque[float] = deque()
@@ -95,8 +102,9 @@ class Engine:
             await self.pipeline.open(self._scheduler.epoch, progress)
         except StageLost as lost:
             raise ModelFailed(f"{self.model}: a stage went while it was loading: {lost}") from lost
-        if not self.pipeline.batches:
-            self._scheduler.limits = replace(self._scheduler.limits, places=1)
+        limits = replace(self._scheduler.limits, mixes=self.pipeline.mixes)
+        self._scheduler.limits = limits if self.pipeline.batches else replace(limits, places=1)
+        self.meters.begin(len(self.pipeline.stages), limits.mixes)
         self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
         self._task.add_done_callback(self._ended)
 
@@ -125,6 +133,22 @@ class Engine:
             state = "ready"
         return ModelHealth(self.model, state, running, waiting, since_s)
 
+    def figures(self) -> ModelFigures:
+        scheduler = self._scheduler
+        return ModelFigures(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            in_flight=len(scheduler.in_flight),
+            groups=scheduler.groups,
+            ahead=scheduler.ahead,
+            recoveries=self.recoveries,
+            plans=self.meters.plans,
+            drawn_tokens=self.meters.drawn_tokens,
+            prompt_tokens=self.meters.prompt_tokens,
+            stages=self.meters.stages(),
+            rounds=scheduler.pace.rounds(scheduler.decoding),
+        )
+
     async def close(self) -> None:
         """End every stream with Closed and every stage's process."""
         self.failure = self.failure or Closed(f"{self.model}: the server is shutting down")
@@ -133,6 +157,7 @@ class Engine:
             await asyncio.gather(self._task, return_exceptions=True)
         self._fail_streams(self.failure)
         await self.pipeline.close()
+        self.meters.close()
 
     # ---------------------------------------------------------------- the task
 
@@ -152,9 +177,14 @@ class Engine:
         while True:
             while (plan := self._scheduler.next_plan()) is not None:
                 self.pipeline.send(plan)
+                self.meters.sent(plan)
+            self.meters.in_flight(len(self._scheduler.in_flight))
             match await self._event():
                 case StepResult() as result if result.epoch == self._scheduler.epoch:
                     self._deliver(result)
+                case Measured(stage, epoch, times) if epoch == self._scheduler.epoch:
+                    self.meters.measured(stage, times)
+                    self._scheduler.pace = self.meters.pace()
                 case StageLost() as lost:
                     raise lost
                 case _:
@@ -191,7 +221,7 @@ class Engine:
             failures = [lost] if isinstance(lost, StepFailed) else []
             failures += await self.pipeline.roll_call()
             for failure in failures:
-                self._fail_sequences(failure)
+                self._blame(failure)
             if not failures:  # else whoever caused it is out, and it cannot come again
                 self._count_death(lost)
             self._scheduler.rewind()
@@ -203,6 +233,7 @@ class Engine:
                 continue
             self.recovering = False
             self.recoveries += 1
+            self.meters.begin(len(self.pipeline.stages), self._scheduler.limits.mixes)
             self._progress = time.monotonic()
             log.warning(
                 "pipeline rebuilt",
@@ -244,8 +275,10 @@ class Engine:
         self.recovering = False
         self._fail_streams(failure)
 
-    def _fail_sequences(self, failure: StepFailed) -> None:
-        for seq in failure.seqs:
+    def _blame(self, failure: StepFailed) -> None:
+        """Who was alone in a forward that cannot be computed fails; of several, each is tried alone."""
+        guilty = failure.seqs if len(failure.seqs) == 1 else self._scheduler.suspect(failure.seqs)
+        for seq in guilty:
             self._scheduler.cancel(seq)
             if (stream := self._streams.pop(seq, None)) is not None:
                 stream.put(RequestFailed(f"{self.model} could not compute this request"))

@@ -11,8 +11,9 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 from typing import NoReturn
@@ -24,12 +25,14 @@ from omlx.ids import Epoch
 from omlx.node.links import Link, MxLink, TcpLink
 from omlx.node.loader import load_span
 from omlx.node.rows import can_share
-from omlx.node.stage import Launched, Stage
-from omlx.node.step import StepPlan
+from omlx.node.slicing import Cut
+from omlx.node.stage import Finished, Stage
+from omlx.node.step import StepPlan, StepResult
 from omlx.node.wire import (
     Begin,
     Begun,
     Broken,
+    Busy,
     Done,
     Failed,
     Leave,
@@ -37,6 +40,7 @@ from omlx.node.wire import (
     Loaded,
     Loading,
     Ping,
+    PlanTimes,
     Pong,
     Refusal,
     Step,
@@ -46,23 +50,27 @@ from omlx.node.wire import (
     read_for_stage,
 )
 
+MakeStage = Callable[[Cut, Callable[[Finished], None]], Stage]
 INBOX = 1024
-"""Control messages that may wait; the head never has more plans in flight than there are stages."""
+"""Control messages that may wait; the head has a few plans in flight for each stage."""
+TELL_BUSY_EVERY_S = 0.05
+"""A fit needs samples, not each of them at once."""
 
 
 class StageHost:
     """Owns the control socket, the listener for the neighbour before, and the stage."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, make_stage: MakeStage = Stage) -> None:
         self._control = control
+        self._make_stage = make_stage
         self._sending = threading.Lock()
         self._inbox: Queue[ToStage] = Queue(INBOX)
         self._listener: socket.socket | None = None
         self._stage: Stage | None = None
         self._group: mx.distributed.Group | None = None
         self._links: tuple[Link, ...] = ()
-        self._air: deque[Launched] = deque()
-        """Launched, and not yet read."""
+        self._busy: list[PlanTimes] = []
+        self._busy_told = 0.0
         self._newest: Epoch = Epoch(0)
         """Of the Begins that the socket thread has seen; the compute thread may be behind."""
 
@@ -124,11 +132,13 @@ class StageHost:
         except BadModel as error:
             self._send(Refusal(type(error).__name__, str(error)))
             return
-        self._stage = Stage(cut)
+        self._stage = self._make_stage(cut, self._finished)
         self._listener = socket.create_server((load.listen_host, 0), backlog=8)
         port: int = self._listener.getsockname()[1]
         batches = can_share(cut.prototypes)
-        self._send(Loaded(port, mx.get_active_memory(), peak_rss_bytes(), batches))
+        self._send(
+            Loaded(port, mx.get_active_memory(), peak_rss_bytes(), batches, self._stage.mixed is not None)
+        )
 
     def _loading(self, done: int, total: int) -> None:
         self._send(Loading(done, total))
@@ -162,20 +172,14 @@ class StageHost:
             raise
 
     def _step(self, plan: StepPlan) -> None:
-        """Launch one plan, then tell the head of those that are done.
-
-        A stage that is alone keeps one plan in the air while the next one waits: its graph is built
-        while the device computes. With neighbours nothing is held back, for they wait for it.
-        """
+        """Carry out one plan; where no other one waits, down to its end."""
         assert self._stage is not None
         if plan.epoch != self._stage.epoch:
             return  # sent before the head knew that this epoch was over
         try:
-            launched = self._stage.step(plan)
-            if launched is not None:
-                self._air.append(launched)
-            while self._air and (len(self._air) > self._stage.alone or self._inbox.empty()):
-                self._send(Done(self._air.popleft().read()))
+            self._stage.step(plan)
+            if self._inbox.empty():
+                self._stage.settle()
         except StepFailed as failed:
             # Said before the neighbours can notice: the head must hear the reason first.
             log_traceback(failed)
@@ -185,9 +189,21 @@ class StageHost:
             self._end_epoch()
             self._send(Broken(plan.epoch, str(lost)))
 
+    def _finished(self, finished: Finished) -> None:
+        """What the stage has carried out: drawn tokens at once, times now and then."""
+        assert self._stage is not None
+        plan = finished.plan
+        if self._stage.cut.last:
+            self._send(Done(StepResult(plan.id, plan.epoch, finished.sampled)))
+        self._busy.append(finished.times)
+        if (now := time.monotonic()) - self._busy_told > TELL_BUSY_EVERY_S:
+            self._busy_told = now
+            self._send(Busy(plan.epoch, tuple(self._busy)))
+            self._busy.clear()
+
     def _end_epoch(self) -> None:
         assert self._stage is not None
-        self._air.clear()
+        self._busy.clear()
         self._stage.close()
         self._links = ()
 

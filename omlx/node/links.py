@@ -48,6 +48,9 @@ class Link(Protocol):
     def give(self, tag: Tag, hidden: mx.array) -> None:
         """Hand over an evaluated array [B, L, hidden], or [B, 1, 1] tokens. Raises LinkLost, TooLate."""
 
+    def ready(self) -> bool:
+        """Whether `take` would not wait; where that cannot be told, False."""
+
     def take(self, tag: Tag) -> mx.array:
         """Wait for the array with this tag. Raises LinkLost, TooLate, OutOfStep."""
 
@@ -73,6 +76,9 @@ class QueueLink:
             self._items.put((tag, hidden), timeout=self.deadline_s)
         except Full:
             raise TooLate("the next stage takes nothing") from None
+
+    def ready(self) -> bool:
+        return not self._items.empty()
 
     def take(self, tag: Tag) -> mx.array:
         try:
@@ -155,6 +161,9 @@ class TcpLink:
             self._out.put((header, body), timeout=self._deadline_s)
         except Full:
             raise TooLate("the next stage takes nothing") from None
+
+    def ready(self) -> bool:
+        return not self._in.empty()
 
     def take(self, tag: Tag) -> mx.array:
         try:
@@ -251,6 +260,9 @@ class MxLink:
                 mx.eval(mx.distributed.send(array, self.peer, group=self.group, stream=self.stream))
         except RuntimeError as error:
             self.fatal(LinkLost(f"mx.distributed: {error}"))
+
+    def ready(self) -> bool:
+        return False
 
     def take(self, tag: Tag) -> mx.array:
         try:

@@ -58,6 +58,11 @@ class Pipeline:
         """Whether every stage can compute several sequences together."""
         return all(stage.loaded is None or stage.loaded.batches for stage in self.stages)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether every stage computes chunks and single tokens in one forward."""
+        return all(stage.loaded is not None and stage.loaded.mixes for stage in self.stages)
+
     async def open(self, epoch: Epoch, progress: Callable[[int, int], None]) -> None:
         """Start and load every stage side by side, then begin the first epoch.
 

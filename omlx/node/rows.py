@@ -1,7 +1,8 @@
 """Which sequences' caches lie together: a stage's running state, regrouped as plans ask.
 
-Rows that decode together share one batch cache; a row alone has the plain cache of its family. Both are
-mlx-lm's own classes. Every stage sees the same plans, so the rows of all stages lie alike.
+Rows of like length that decode together share one batch cache, padded to the longest; a row alone has the
+plain cache of its family. Both are mlx-lm's own classes. Every stage sees the same plans, so the rows of all
+stages lie alike.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,15 @@ from mlx_lm.models.cache import CacheList
 
 from omlx.errors import OutOfStep
 from omlx.ids import SeqId
+from omlx.node import mixing
 from omlx.node.slicing import Cut
+from omlx.node.step import Slice
+
+SHORT_TOKENS = 1024
+LONG_TOKENS = 4096
+"""Padding a row by a thousand positions costs about what a block more does (docs/LOG.md). Rows shorter than
+the first share a batch whatever their lengths, up to the second those within a factor of two, beyond it those
+within so many tokens."""
 
 
 def can_share(caches: Sequence[Any]) -> bool:
@@ -22,6 +31,28 @@ def can_share(caches: Sequence[Any]) -> bool:
         can_share(cache.caches) if isinstance(cache, CacheList) else getattr(cache, "merge", None) is not None
         for cache in caches
     )
+
+
+def like_lengths(slices: Sequence[Slice]) -> list[tuple[Slice, ...]]:
+    """Which slices share caches in one plan: chunks each for themselves, single tokens by length."""
+    blocks: dict[tuple[int, int], list[Slice]] = {}
+    for place, piece in enumerate(slices):
+        alone = not piece.sample or len(piece.tokens) > 1
+        blocks.setdefault((0, place) if alone else (1, _length_class(piece.start)), []).append(piece)
+    return [tuple(block) for block in blocks.values()]
+
+
+def _length_class(tokens: int) -> int:
+    if tokens < LONG_TOKENS:
+        return max(tokens, SHORT_TOKENS - 1).bit_length()
+    return LONG_TOKENS.bit_length() + tokens // LONG_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Block(mixing.Block):
+    """One whose rows are slices of a plan."""
+
+    slices: tuple[Slice, ...]
 
 
 @dataclass(slots=True)
@@ -50,6 +81,13 @@ class Rows:
         batch = self._find(seq)
         del self._batch_of[seq]
         self._keep(batch, [i for i, row in enumerate(batch.rows) if row != seq])
+
+    def blocks(self, slices: Sequence[Slice]) -> list[Block]:
+        """The slices of one plan as they lie together. Raises OutOfStep for an unknown sequence."""
+        return [
+            Block(len(own), own[0].end - own[0].start, self.together([piece.seq for piece in own]), own)
+            for own in like_lengths(slices)
+        ]
 
     def together(self, wanted: Sequence[SeqId]) -> list[Any]:
         """The caches, one per layer, whose rows are exactly `wanted`, in this order.

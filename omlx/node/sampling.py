@@ -82,7 +82,7 @@ class Sampler:
             return Draw(slices, mx.argmax(logits, axis=-1), {})
         raw = logits.astype(mx.float32)
         shaped = self._shaped(raw, slices)
-        tokens = _tokens(shaped, params, [piece.start + 1 for piece in slices])
+        tokens = _tokens(shaped, params, [piece.end for piece in slices])
         for row, piece in enumerate(slices):
             if (history := self._history.get(piece.seq)) is not None:
                 history.answer = history.answer.at[tokens[row]].add(1.0)

@@ -1,20 +1,23 @@
 """Which tokens are computed next: pure bookkeeping on the head, no clock, no socket, no array.
 
 There is no prefill phase and no decode phase: a sequence has tokens known and tokens issued, and each
-plan lets the second catch up with the first within a token budget. Only slices of one token are
-sampled, so a prompt is issued as chunks up to its last token and then that token alone, beside the
-running answers' tokens.
+plan lets the second catch up with the first. How far prompts get in a plan, and how many plans the running
+answers are dealt over, follows from what the stages were measured to take (pacing.py, chunks.py).
 
-Running sequences are dealt into `groups`. A group draws in one plan, so with as many groups as stages
-every stage has a plan to work on. A group may be issued `ahead` times before the first of these plans is
-committed: a draw's token need not come back to the head before the next step asks for it.
+A group draws in one plan. It may be issued `ahead` times before the first of these plans is committed: a
+draw's token need not come back to the head before the next step asks for it. With fewer groups than stages,
+prompts' chunks have the plans in between to themselves, where a stage would be idle.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import inf
 
 from omlx.errors import Full, OutOfStep
 from omlx.ids import Epoch, PlanId, SeqId
+from omlx.node.chunks import Budget, Prompt, deal
+from omlx.node.pacing import Pace
 from omlx.node.sequence import Finish, Request, Sequence, Token
 from omlx.node.step import Admit, Slice, StepPlan, StepResult
 
@@ -29,14 +32,21 @@ class Limits:
     """Sequences that run at once."""
     queue: int
     """Sequences that may wait for a place."""
-    groups: int
-    """Groups that the running sequences are dealt into: one per stage."""
+    stages: int
     step_tokens: int
-    """Prompt tokens per step while no answer waits for its next token."""
-    mixed_step_tokens: int
-    """Prompt tokens per step while one does; the answers' own tokens come on top, one each."""
+    """Most prompt tokens per step; the answers' own tokens come on top, one each."""
+    slowdown: float
+    """While prompts are computed, running answers' tokens may come so many times slower."""
     capacity_tokens: int
     """Tokens whose keys and values fit into the stages' memory, over all running sequences."""
+    mixes: bool = False
+    """Whether a stage computes chunks and single tokens in one forward; then a prompt's last chunk is
+    drawn from. Else only slices of one token are."""
+
+
+MOST_SUSPECTED = 3
+UNMEASURED_PART = 4
+"""Before anything was measured, chunks beside running answers have this part of a step's tokens."""
 
 
 @dataclass(slots=True)
@@ -50,6 +60,10 @@ class Scheduler:
     limits: Limits
     ahead: int = 2
     """Plans of one group that may be in flight; 1: no look-ahead. The engine sets it as it goes."""
+    pace: Pace = field(default_factory=Pace)
+    """What the stages are known to take; the engine sets it as it goes."""
+    groups: int = 1
+    """Groups that the decoding sequences are dealt into."""
     epoch: Epoch = FIRST_EPOCH
     waiting: deque[Sequence] = field(default_factory=deque)
     running: dict[SeqId, Sequence] = field(default_factory=dict)
@@ -60,6 +74,9 @@ class Scheduler:
     _next_seq: int = 0
     _next_plan: int = 0
     _turn: int = 0
+    _swell: float = 0.0
+    """What part of its time the latest chunk beside running answers had. A longer chunk than the one before
+    is felt on every stage at once, so they grow to their length step by step."""
 
     def add(self, request: Request) -> SeqId:
         """Queue a request. Raises Full when every place and the whole queue are taken."""
@@ -70,7 +87,7 @@ class Scheduler:
             )
         seq = SeqId(self._next_seq)
         self._next_seq += 1
-        self.waiting.append(Sequence(seq, request, group=0, tokens=list(request.prompt)))
+        self.waiting.append(Sequence(seq, request, tokens=list(request.prompt)))
         return seq
 
     def cancel(self, seq: SeqId) -> None:
@@ -82,14 +99,19 @@ class Scheduler:
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is on its way."""
-        if len(self.in_flight) >= self.limits.groups * self.ahead:
-            return None
         self._make_room()
         self._give_places()
-        # Chunks first: a prompt that they complete may be drawn from in the same step.
-        chunks = self._chunks()
-        singles = self._singles(self._next_group())
-        if not (chunks or singles or self._drops):
+        self._deal_groups()
+        group, with_chunks = self._next_lane()
+        # A sequence whose prompt this plan completes is not in it a second time.
+        singles = self._singles(group)
+        chunks = self._chunks() if with_chunks else []
+        if chunks:
+            self._swell = self._swelled()
+        elif not self._prompts():
+            self._swell = 0.0
+        # Drops alone are worth a plan where no other follows soon.
+        if not (chunks or singles or (self._drops and not self.in_flight)):
             return None
         newcomers = [s for s in self.running.values() if s.id not in self._admitted]
         plan = StepPlan(
@@ -132,6 +154,23 @@ class Scheduler:
             tokens.append((drawn.seq, Token(drawn.token, drawn.logprob, drawn.top, finish)))
         return tokens
 
+    @property
+    def decoding(self) -> int:
+        """How many answers are on their way."""
+        return sum(s.decodes for s in self.running.values())
+
+    def suspect(self, seqs: Collection[SeqId]) -> list[SeqId]:
+        """One of these cannot be computed, nobody knows which: after the rewind each runs alone until it has
+        its next token. Returns those that this happened to too often."""
+        guilty = []
+        for seq in seqs:
+            if (sequence := self.running.get(seq)) is not None:
+                sequence.suspected += 1
+                sequence.alone_until = sequence.known + 1
+                if sequence.suspected > MOST_SUSPECTED:
+                    guilty.append(seq)
+        return guilty
+
     def rewind(self) -> None:
         """After a lost stage: a new epoch, nothing computed, every known token stays."""
         self.epoch = Epoch(self.epoch + 1)
@@ -153,7 +192,7 @@ class Scheduler:
             assert sequence.draws_in_flight == sum(piece.sample for piece in mine)
             assert sequence.issued < len(sequence.request.prompt) + sequence.request.max_tokens
             assert len(sequence.answer) < sequence.request.max_tokens
-            assert 0 <= sequence.group < self.limits.groups
+            assert not sequence.decodes or sequence.group >= 0
         assert not set(self._drops) & self._admitted
         assert all(s.issued == 0 and s.id not in self.running for s in self.waiting)
 
@@ -187,46 +226,108 @@ class Scheduler:
             if (self.running and total > self.limits.capacity_tokens) or self._flies(sequence.id):
                 return
             self.waiting.popleft()
-            sizes = [0] * self.limits.groups
-            for other in self.running.values():
-                sizes[other.group] += 1
-            sequence.group = sizes.index(min(sizes))
             self.running[sequence.id] = sequence
 
     def _flies(self, seq: SeqId) -> bool:
         """Whether a plan on its way still means this sequence as it was before it gave way."""
         return any(piece.seq == seq for plan in self.in_flight for piece in plan.slices)
 
-    def _next_group(self) -> int | None:
-        """Round robin over the groups that have a draw to issue and not too many on their way."""
-        ready = {s.group for s in self.running.values() if s.may_draw}
-        ready -= {s.group for s in self.running.values() if s.draws_in_flight >= self.ahead}
-        for step in range(self.limits.groups):
-            group = (self._turn + step) % self.limits.groups
-            if group in ready:
-                self._turn = (group + 1) % self.limits.groups
-                return group
-        return None
+    def _active(self) -> list[Sequence]:
+        """Who may be in a plan: everybody, or one suspect alone."""
+        suspects = [s for s in self.running.values() if s.known < s.alone_until]
+        return suspects[:1] or list(self.running.values())
+
+    def _deal_groups(self) -> None:
+        """As many groups as the fit says, of equal size, with as few moves as that takes."""
+        rows = [s for s in self._active() if s.decodes]
+        self.groups = self.pace.groups(len(rows), self.groups, self.limits.stages)
+        sizes = Counter({group: 0 for group in range(self.groups)})
+        most = -(-len(rows) // self.groups)
+        strays = []
+        for sequence in rows:
+            if sequence.group < self.groups and sizes[sequence.group] < most:
+                sizes[sequence.group] += 1
+            else:
+                strays.append(sequence)
+        for sequence in strays:
+            sequence.group = min(sizes, key=sizes.__getitem__)
+            sizes[sequence.group] += 1
+
+    def _next_lane(self) -> tuple[int | None, bool]:
+        """Whose turn it is: the group that draws, and whether chunks are computed in this plan.
+
+        A round is one plan of each group, then the plans of chunks alone. Lanes come strictly in turn: stages
+        compute plans in order, so two plans of one group next to each other would wait for its draw. A lane
+        whose plans are on their way is waited for, not passed over.
+        """
+        rows = [s for s in self._active() if s.may_draw]
+        wanting = {s.group for s in rows}
+        full = {s.group for s in rows if s.draws_in_flight >= self.ahead}
+        prompts = bool(self._prompts())
+        groups = self.groups if rows else 0
+        apart = self._lanes_apart(groups) if prompts else 0
+        carriers = sum(any(not p.sample or len(p.tokens) > 1 for p in plan.slices) for plan in self.in_flight)
+        room = carriers < 2 * (apart or groups)
+        lanes = groups + apart
+        for step in range(lanes):
+            lane = (self._turn + step) % lanes
+            with_chunks = prompts and (lane >= groups or not apart)
+            if lane not in wanting and not with_chunks:
+                continue
+            if lane in full or (with_chunks and not room):
+                return None, False
+            self._turn = (lane + 1) % lanes
+            return (lane if lane < groups else None), with_chunks
+        return None, False
+
+    def _lanes_apart(self, groups: int) -> int:
+        """Plans of chunks alone in a round; 0: the groups' own plans carry them."""
+        stages = self.limits.stages
+        if not groups:
+            return stages
+        # A group behind a chunk is as slow as the chunk on the other stages: so many more fit in between.
+        return 0 if stages == 1 or (self.limits.mixes and groups >= stages) else stages - 1
+
+    def _prompts(self) -> list[Sequence]:
+        return [s for s in self._active() if not s.decodes]
 
     def _chunks(self) -> list[Slice]:
-        """Prompts advance in the order in which they got their places, within the step's budget."""
-        decoding = any(s.issued >= s.known - 1 for s in self.running.values())
-        budget = self.limits.mixed_step_tokens if decoding else self.limits.step_tokens
+        """Prompts advance in the order in which they got their places."""
+        prompts = self._prompts()
+        held_back = 0 if self.limits.mixes else 1
+        left = [Prompt(s.issued, s.known - s.issued - held_back) for s in prompts]
+        sizes = deal(left, self._budget(left), self.limits.step_tokens)
         chunks = []
-        for sequence in self.running.values():
-            size = min(budget, sequence.known - 1 - sequence.issued)
-            if size <= 0:
-                continue
-            start, end = sequence.issued, sequence.issued + size
-            chunks.append(Slice(sequence.id, tuple(sequence.tokens[start:end]), start, sample=False))
-            sequence.issued = end
-            budget -= size
+        for sequence, size in zip(prompts, sizes, strict=True):
+            if size:
+                start, end = sequence.issued, sequence.issued + size
+                piece = tuple(sequence.tokens[start:end])
+                chunks.append(Slice(sequence.id, piece, start, sample=end == sequence.known))
+                sequence.issued = end
         return chunks
+
+    def _budget(self, prompts: list[Prompt]) -> Budget:
+        """For chunks of one step."""
+        limits, pace = self.limits, self.pace
+        # Who has the last token on its way feels nothing any more.
+        rows = sum(s.may_draw for s in self._active())
+        if not rows:
+            first = pace.first_chunk(sum(p.prefix + p.left for p in prompts), limits.step_tokens)
+            seconds = pace.added(first, 0) if pace.stages else inf
+            return Budget(pace, first, seconds, strict=False)
+        if not pace.stages:
+            return Budget(pace, max(1, limits.step_tokens // UNMEASURED_PART))
+        apart = self._lanes_apart(self.groups)
+        seconds = pace.chunk_seconds(rows, self.groups, apart, limits.slowdown)
+        return Budget(pace, limits.step_tokens, self._swelled() * seconds)
+
+    def _swelled(self) -> float:
+        return self._swell + (1 - self._swell) / self.limits.stages
 
     def _singles(self, group: int | None) -> list[Slice]:
         singles = []
-        for sequence in self.running.values():
-            if sequence.group == group and sequence.may_draw:
+        for sequence in self._active():
+            if sequence.decodes and sequence.group == group and sequence.may_draw:
                 start = sequence.issued
                 singles.append(
                     Slice(sequence.id, tuple(sequence.tokens[start : start + 1]), start, sample=True)

@@ -45,12 +45,16 @@ class Sequence:
 
     id: SeqId
     request: Request
-    group: int
+    group: int = 0
     """Sequences of one group decode in the same plan."""
     tokens: list[int] = field(default_factory=list)
     """The prompt and the committed answer."""
     issued: int = 0
     computed: int = 0
+    suspected: int = 0
+    """How often it was in a forward that could not be computed."""
+    alone_until: int = 0
+    """While it knows fewer tokens, it shares no plan with others."""
 
     @property
     def known(self) -> int:
@@ -62,13 +66,18 @@ class Sequence:
         return max(0, self.issued - self.known + 1)
 
     @property
+    def decodes(self) -> bool:
+        """Whether the prompt is issued up to its last token at least."""
+        return self.issued >= self.known - 1
+
+    @property
     def may_draw(self) -> bool:
-        """Whether the prompt is issued up to its last token, and the answer not to its end.
+        """Whether it decodes, and the answer is not issued to its end.
 
         The answer's last token is drawn and never computed.
         """
         last = len(self.request.prompt) + self.request.max_tokens - 1
-        return self.known - 1 <= self.issued < last
+        return self.decodes and self.issued < last
 
     @property
     def answer(self) -> tuple[int, ...]:

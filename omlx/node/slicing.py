@@ -72,17 +72,17 @@ class Skip(nn.Module):
 
 
 class GroupedMask(nn.Module):
-    """A layer of gemma2. Its scores have a fifth dimension, the query groups, which the mask of a batch
+    """The attention of gemma2. Its scores have a fifth dimension, the query groups, which the mask of a batch
     lacks: mlx-lm then fails, or masks the wrong rows where the batch is as large as the heads."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
+        self.attention = attention
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
         if isinstance(mask, mx.array) and mask.ndim == 4:
             mask = mx.expand_dims(mask, 2)
-        return self.layer(x, mask, cache)
+        return self.attention(x, mask, cache)
 
 
 class EmbeddingStub(nn.Module):
@@ -159,14 +159,14 @@ class Cut:
         if not self.first:
             self.box.given = x
             tokens = mx.zeros(x.shape[:2], mx.int32)
-        out: mx.array = self.model(tokens, cache=self._full(caches))
+        out: mx.array = self.model(tokens, cache=self.full(caches))
         if not self.last:
             assert self.box.taken is not None
             out = self.box.taken
         self.box.given = self.box.taken = None
         return out
 
-    def _full(self, caches: list[Any]) -> list[Any]:
+    def full(self, caches: list[Any]) -> list[Any]:
         """The list as long as the whole model's. Forwards make their masks from slots of their choice,
         so every slot outside the span aliases one of the same kind inside it, or else one that at least
         counts the tokens alike: ministral3 scales all its queries by the offset of slot 0."""
@@ -221,7 +221,7 @@ def cut_model(model: nn.Module, start: int, end: int) -> Cut:
     count = len(model.layers)
     if start == 0 and end == count:
         return Cut(model, start, end, count, box, prototypes, [])
-    owner, name, layers = _layer_list(model)
+    owner, name, layers = layer_list(model)
     cut = Cut(model, start, end, count, box, prototypes, _slots(layers, len(prototypes)))
     owner[name] = [
         layer if start <= i < end else Skip(layer, box, injects=i == start - 1, captures=i == end)
@@ -240,9 +240,9 @@ def cut_model(model: nn.Module, start: int, end: int) -> Cut:
 
 def _group_masks(model: nn.Module) -> None:
     if type(model).__module__ == "mlx_lm.models.gemma2":
-        model.model.layers = [
-            GroupedMask(layer) if layer.self_attn.repeats > 1 else layer for layer in model.layers
-        ]
+        for layer in model.layers:
+            if layer.self_attn.repeats > 1:
+                layer.self_attn = GroupedMask(layer.self_attn)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _layer_list(model: nn.Module) -> tuple[nn.Module, str, list[nn.Module]]:
+def layer_list(model: nn.Module) -> tuple[nn.Module, str, list[nn.Module]]:
     """The module that owns the list behind `model.layers` (which may be a copy), its key, the list."""
     wanted = getattr(model, "layers", None)
     for _, module in model.named_modules():

@@ -2,9 +2,14 @@
 
 The first embeds tokens, the last draws the next ones and hands them to the first; first, middle, last and
 only stage are this one class. It knows no sockets and no head.
+
+One forward is kept in the air: its successor's graph is built while the device computes it, wherever the
+successor's input is there already. Before the stage waits for anybody, it finishes what is in the air.
 """
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,27 +19,55 @@ from omlx.errors import OutOfStep, StepFailed
 from omlx.ids import Epoch
 from omlx.node.ahead import Ahead
 from omlx.node.links import Link
-from omlx.node.rows import Rows
+from omlx.node.mixing import Mixed, make_mixable
+from omlx.node.rows import Block, Rows
 from omlx.node.sampling import Draw, Sampler
 from omlx.node.slicing import Cut
-from omlx.node.step import Sampled, Slice, StepPlan, StepResult
-from omlx.node.wire import Tag
+from omlx.node.step import Sampled, Slice, StepPlan
+from omlx.node.wire import PlanTimes, Tag
+
+IN_THE_AIR = 1
+"""Forwards that stay unfinished while the next plan is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A plan that this stage has carried out."""
+
+    plan: StepPlan
+    sampled: tuple[Sampled, ...]
+    """What it drew, on the last stage."""
+    times: PlanTimes
+
+
+@dataclass(slots=True)
+class Underway:
+    """A plan that is being carried out. Times are on time.monotonic."""
+
+    plan: StepPlan
+    forwards: int
+    """That are not finished."""
+    taken: float
+    began: float = 0.0
+    launched: float = 0.0
+    busy_s: float = 0.0
+    sampled: list[Sampled] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Launched:
-    """A plan's draws on the last stage, perhaps still being computed."""
+    """A forward, perhaps still being computed."""
 
-    plan: StepPlan
-    draws: list[Draw] = field(default_factory=list)
-
-    def read(self) -> StepResult:
-        """Wait for them. Raises StepFailed."""
-        drawn: list[Sampled] = []
-        for draw in self.draws:
-            with _blaming(draw.slices):
-                drawn += draw.read()
-        return StepResult(self.plan.id, self.plan.epoch, tuple(drawn))
+    plan: Underway
+    tag: Tag
+    slices: tuple[Slice, ...]
+    began: float
+    """When its input was there."""
+    arrays: list[mx.array] = field(default_factory=list)
+    """What it computes."""
+    gives: mx.array | None = None
+    """What goes to the neighbour behind."""
+    draw: Draw | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +75,10 @@ class Stage:
     """Owned by one compute thread, the one that loaded the weights: MLX streams belong to threads."""
 
     cut: Cut
+    tell: Callable[[Finished], None]
+    """Called for every plan, in order, as soon as it is carried out."""
+    mixed: Mixed | None = field(init=False)
+    """Computes all slices of a plan in one forward; None where the family cannot."""
     epoch: Epoch | None = None
     """None between epochs."""
     source: Link | None = None
@@ -50,8 +87,11 @@ class Stage:
     rows: Rows = field(init=False)
     sampler: Sampler = field(default_factory=Sampler)
     ahead: Ahead = field(default_factory=Ahead)
+    _air: deque[Launched] = field(default_factory=deque)
+    _idle_since: float = 0.0
 
     def __post_init__(self) -> None:
+        self.mixed = make_mixable(self.cut)
         self.rows = Rows(self.cut)
 
     @property
@@ -68,6 +108,7 @@ class Stage:
 
     def close(self) -> None:
         """Drop every sequence and hang up on the neighbours."""
+        self._air.clear()
         self.rows.clear()
         self.sampler.clear()
         self.ahead.clear()
@@ -77,9 +118,8 @@ class Stage:
                 link.close()
         self.source = self.sink = self.epoch = None
 
-    def step(self, plan: StepPlan) -> Launched | None:
-        """Carry out one plan: drop, admit, compute. The last stage returns what it draws, perhaps while
-        it is still being computed.
+    def step(self, plan: StepPlan) -> None:
+        """Carry out one plan: drop, admit, compute. Its last forward may still be in the air afterwards.
 
         Raises StageLost (LinkLost, TooLate, OutOfStep, StepFailed): the epoch is over, this stage may
         begin another.
@@ -87,8 +127,9 @@ class Stage:
         if (plan.epoch, plan.id) != (self.epoch, self.next_plan):
             raise OutOfStep(f"plan {plan.id} of epoch {plan.epoch}, {self.next_plan} of {self.epoch} was due")
         self.next_plan += 1
+        taken = time.monotonic()
         if self.cut.first and self.source is not None:
-            self.ahead.clear_away(plan.committed, self.source)
+            self.ahead.clear_away(plan.committed, self._take)
         for seq in plan.drops:
             self.rows.drop(seq)
             self.ahead.drop(seq)
@@ -98,48 +139,117 @@ class Stage:
             self.rows.admit(admit.seq)
             if self.cut.last:
                 self.sampler.admit(admit)
-        launched = Launched(plan)
-        for part, slices in enumerate(plan.batches()):
-            with _blaming(slices):
-                self._forward(Tag(plan.epoch, plan.id, part), slices, launched)
-        return launched if self.cut.last else None
+        with _blaming(plan.slices):
+            blocks = self.rows.blocks(plan.slices)
+        forwards = [blocks] if self.mixed is not None or not blocks else [[block] for block in blocks]
+        underway = Underway(plan, len(forwards), taken)
+        for part, together in enumerate(forwards):
+            self._launch(underway, Tag(plan.epoch, plan.id, part), together)
 
-    def _forward(self, tag: Tag, slices: tuple[Slice, ...], launched: Launched) -> None:
-        """One model call. Neighbouring stages agree on `tag`, so nothing else needs saying."""
-        caches = self.rows.together([piece.seq for piece in slices])
-        out = self.cut(self._input(tag, slices), caches)
+    def settle(self) -> None:
+        """Finish what is in the air. Raises as `step` does."""
+        self._finish(down_to=0)
+
+    # ---------------------------------------------------------------- building a forward
+
+    def _launch(self, plan: Underway, tag: Tag, blocks: list[Block]) -> None:
+        """Build one forward and start it. Neighbours agree on `tag`, so nothing else needs saying."""
+        slices = tuple(piece for block in blocks for piece in block.slices)
+        with _blaming(slices):
+            x = self._input(tag, blocks) if blocks else None
+            launched = Launched(plan, tag, slices, began=time.monotonic())
+            if x is not None:
+                self._build(launched, x, blocks)
+                mx.async_eval(launched.arrays)
+        plan.began = plan.began or launched.began
+        plan.launched = time.monotonic()
+        self._air.append(launched)
+        self._finish(down_to=IN_THE_AIR)
+
+    def _build(self, launched: Launched, x: mx.array, blocks: list[Block]) -> None:
+        out = self._forward(x, blocks)
         if not self.cut.last:
-            mx.eval(out)
-            self._give(tag, out)
-        elif slices[0].sample:
-            self._draw(tag, slices, out[:, -1, :], launched)
-        else:
-            # The head is lazy: a chunk of a prompt costs this stage its layers alone. Elsewhere the
-            # caches are computed on the way to `out`, and naming each of them costs a millisecond or two.
-            mx.async_eval([cache.state for cache in caches])
+            launched.gives = out
+            launched.arrays.append(out)
+            return
+        # The head is lazy: a chunk of a prompt costs this stage its layers alone. Elsewhere the
+        # caches are computed on the way to `out`, and naming each of them costs milliseconds.
+        for block in blocks:
+            if not block.slices[0].sample:
+                launched.arrays += [cache.state for cache in block.caches]
+        if drawn := tuple(piece for piece in launched.slices if piece.sample):
+            self._draw(launched, out, drawn)
 
-    def _input(self, tag: Tag, slices: tuple[Slice, ...]) -> mx.array:
-        """Token ids [B, L] on the first stage, the hidden state [B, L, hidden] behind it."""
+    def _input(self, tag: Tag, blocks: list[Block]) -> mx.array:
+        """On the first stage token ids, behind it the hidden state: [B, L] of the only block, or [1, T] of
+        all of them one after the other."""
         if not self.cut.first:
-            assert self.source is not None
-            return self.source.take(tag)
-        tokens = self.ahead.tokens(slices, self.source)
-        if self.source is not None and slices[0].sample:
-            self.ahead.expect(tag, tuple(piece.seq for piece in slices))
-        return tokens
+            return self._take(tag)
+        parts = [self.ahead.tokens(block.slices, self._take) for block in blocks]
+        if self.source is not None:
+            drawn = tuple(piece.seq for block in blocks for piece in block.slices if piece.sample)
+            if drawn:
+                self.ahead.expect(tag, drawn)
+        return (
+            parts[0] if len(parts) == 1 else mx.concatenate([part.reshape(1, -1) for part in parts], axis=1)
+        )
 
-    def _draw(self, tag: Tag, slices: tuple[Slice, ...], logits: mx.array, launched: Launched) -> None:
-        draw = self.sampler.draw(logits, slices)
-        launched.draws.append(draw)
-        mx.async_eval(draw.arrays)
+    def _forward(self, x: mx.array, blocks: Sequence[Block]) -> mx.array:
+        """The hidden state; on the last stage logits [drawn rows, vocabulary]."""
+        if self.mixed is None:
+            (block,) = blocks
+            out = self.cut(x, block.caches)
+            return out[:, -1] if self.cut.last else out
+        wanted: list[int] = []
+        positions = 0
+        for block in blocks:
+            if block.slices[0].sample:
+                wanted += range(positions + block.length - 1, positions + block.positions, block.length)
+            positions += block.positions
+        out = self.mixed(x, blocks, wanted if 0 < len(wanted) < positions else None)
+        return out[0] if self.cut.last else out
+
+    def _draw(self, launched: Launched, logits: mx.array, drawn: tuple[Slice, ...]) -> None:
+        launched.draw = draw = self.sampler.draw(logits, drawn)
         if self.alone:
-            self.ahead.note(tuple(piece.seq for piece in slices), draw.tokens)
+            self.ahead.note(tuple(piece.seq for piece in drawn), draw.tokens)
         else:
-            self._give(tag, draw.tokens[:, None, None].astype(mx.int32))
+            launched.gives = draw.tokens[:, None, None].astype(mx.int32)
+            launched.arrays.append(launched.gives)
+        launched.arrays += draw.arrays
 
-    def _give(self, tag: Tag, array: mx.array) -> None:
-        assert self.sink is not None
-        self.sink.give(tag, array)
+    def _take(self, tag: Tag) -> mx.array:
+        """From the source. What is in the air is finished first: whom it waits for may wait for that."""
+        assert self.source is not None
+        if not self.source.ready():
+            self.settle()
+        return self.source.take(tag)
+
+    # ---------------------------------------------------------------- finishing it
+
+    def _finish(self, down_to: int) -> None:
+        while len(self._air) > down_to:
+            launched = self._air.popleft()
+            with _blaming(launched.slices):
+                self.wait(launched)
+            now, plan = time.monotonic(), launched.plan
+            plan.busy_s += now - max(launched.began, self._idle_since)
+            self._idle_since = now
+            if launched.gives is not None:
+                assert self.sink is not None
+                self.sink.give(launched.tag, launched.gives)
+            if launched.draw is not None:
+                plan.sampled += launched.draw.read()
+            plan.forwards -= 1
+            if not plan.forwards:
+                times = PlanTimes(
+                    plan.plan.id, plan.busy_s, plan.taken, plan.began, plan.launched, now, time.monotonic()
+                )
+                self.tell(Finished(plan.plan, tuple(plan.sampled), times))
+
+    def wait(self, launched: Launched) -> None:
+        """Until the device has computed it."""
+        mx.eval(launched.arrays)
 
 
 @contextmanager

@@ -4,8 +4,7 @@ Frozen values, encoded by msgspec; nothing here knows MLX or sockets. Every stag
 in the same order, so the contents of all stages agree without talking about it.
 """
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterable
 
 import msgspec
 
@@ -66,7 +65,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     start: int
     """How many of the sequence's tokens are in the caches already."""
     sample: bool
-    """Draw the next token after it. Only slices of one token are sampled."""
+    """Draw the next token after it. Slices of several tokens are sampled only where stages mix."""
 
     @property
     def end(self) -> int:
@@ -85,6 +84,30 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     """Tokens generated before a rewind, where penalties need them, else empty."""
 
 
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """How much slices ask of a stage."""
+
+    rows: int
+    """Single tokens that are drawn from."""
+    tokens: int
+    """Tokens of prompt chunks, the last ones included, which are drawn from."""
+    pairs: float
+    """Pairs of a chunk's token and a position before it, or itself by half."""
+
+
+def work_of(slices: Iterable[Slice]) -> Work:
+    rows = tokens = 0
+    pairs = 0.0
+    for piece in slices:
+        size = piece.end - piece.start
+        if piece.sample and size == 1:
+            rows += 1
+        else:
+            tokens += size
+            pairs += size * (piece.start + size / 2)
+    return Work(rows, tokens, pairs)
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step, for every stage: drop, admit, compute, in this order."""
 
@@ -96,14 +119,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     committed: PlanId = PlanId(0)
     """All plans of this epoch before this one are over: what was sent for them has been sent."""
 
-    def batches(self) -> Iterator[tuple[Slice, ...]]:
-        """The forwards of this step: the slices that are drawn from together, the others each alone."""
-        for sample, run in groupby(self.slices, key=lambda piece: piece.sample):
-            if sample:
-                yield tuple(run)
-            else:
-                for piece in run:
-                    yield (piece,)
+    @property
+    def work(self) -> Work:
+        return work_of(self.slices)
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):

@@ -108,6 +108,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     peak_rss_bytes: int
     batches: bool = True
     """Whether several sequences can be computed together; a few families run one after the other."""
+    mixes: bool = False
+    """Whether chunks and single tokens are computed in one forward."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -124,6 +126,29 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     result: StepResult
+
+
+class PlanTimes(msgspec.Struct, frozen=True, array_like=True):
+    """What a plan took a stage: seconds of its device, and moments on its machine's monotonic clock."""
+
+    plan: PlanId
+    busy_s: float
+    taken: float
+    """It was its turn."""
+    began: float
+    """What the neighbour gives was there."""
+    launched: float
+    """Its graph was built, the device was asked."""
+    computed: float
+    given: float
+    """The neighbour's link, or the head's socket, has it."""
+
+
+class Busy(msgspec.Struct, frozen=True, tag="busy"):
+    """What plans took this stage, told now and then."""
+
+    epoch: Epoch
+    plans: tuple[PlanTimes, ...]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -149,7 +174,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 ToStage = Load | Begin | Step | Ping | Leave
-ToHead = Loading | Loaded | Refusal | Begun | Done | Failed | Broken | Pong
+ToHead = Loading | Loaded | Refusal | Begun | Done | Busy | Failed | Broken | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)

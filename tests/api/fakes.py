@@ -12,6 +12,7 @@ from omlx.api.app import create_app
 from omlx.ids import ModelId
 from omlx.node.chat import Chat, Delta, ReplyOptions
 from omlx.node.health import ModelCard, ModelHealth
+from omlx.node.meters import ModelFigures
 from omlx.node.sequence import Finish
 
 Step = Delta | Exception | asyncio.Event
@@ -100,6 +101,7 @@ class FakeModels:
         """Where there is one, a load waits for it."""
         self.load_started = asyncio.Event()
         self.load_error: Exception | None = None
+        self.measured: dict[str, ModelFigures] = {}
         self.states: tuple[ModelHealth, ...] = (ModelHealth(ModelId("tiny"), "ready", 1, 2, 0.5),)
 
     def cards(self) -> tuple[ModelCard, ...]:
@@ -110,6 +112,9 @@ class FakeModels:
 
     def health(self) -> tuple[ModelHealth, ...]:
         return self.states
+
+    def figures(self) -> dict[str, ModelFigures]:
+        return self.measured
 
     async def chat_model(self, model_id: ModelId) -> ScriptedModel:
         self.loads.append(model_id)

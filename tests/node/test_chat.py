@@ -13,6 +13,7 @@ from omlx.errors import BadRequest, Closed, Full, ModelFailed, PromptTooLong
 from omlx.ids import ModelId
 from omlx.node.chat import Chat, ChatModel, Delta, Message, Reply, ReplyOptions, TokenInfo, TopToken
 from omlx.node.sequence import Finish, Token
+from omlx.node.text.chat_template import ChatTemplate
 from omlx.node.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes import ScriptedSource
 
@@ -148,7 +149,8 @@ class OpenThinking(Tokenizer):
     """The same tokenizer, with a template that opens the reasoning."""
 
     def __init__(self, other: Tokenizer) -> None:
-        super().__init__(other._hf, "{{ messages[0].content }}<think>\n", other.vocab_size, other.eos_ids)
+        template = ChatTemplate("{{ messages[0].content }}<think>\n", {})
+        super().__init__(other.vocabulary, template, other.vocab_size, other.eos_ids)
 
 
 def test_a_completion_splits_nothing_off(tokenizer: Tokenizer) -> None:

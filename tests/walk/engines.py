@@ -21,9 +21,7 @@ from omlx.node.scheduler import Limits, Scheduler
 from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams
 
-LIMITS = Limits(
-    places=8, queue=64, groups=1, step_tokens=256, mixed_step_tokens=64, capacity_tokens=1_000_000
-)
+LIMITS = Limits(places=8, queue=64, stages=1, step_tokens=256, slowdown=2.7, capacity_tokens=1_000_000)
 GREEDY = SamplingParams(temperature=0)
 TIE = 1e-3
 """Two logits closer than this may change places when a batch's shapes round otherwise. A text is
@@ -49,7 +47,7 @@ async def engine(
         link=link,
         ring=partial(free_ring, stages) if link == "ring" else None,
     )
-    scheduler = Scheduler(replace(limits, groups=stages))
+    scheduler = Scheduler(replace(limits, stages=stages))
     opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place))
     await opened.open(lambda done, total: None)
     try:

@@ -46,9 +46,7 @@ def test_greedy_tokens_equal_mlx_lms_alone_and_in_a_batch_of_eight_with_any_chun
             for prompt in (wanted[4], wanted[7]):
                 compare(folder, [prompt], [await answer(opened, prompt)])
             for chunk in (1, 7, 256):
-                scheduler.limits = replace(
-                    scheduler.limits, step_tokens=chunk, mixed_step_tokens=max(1, chunk // 2)
-                )
+                scheduler.limits = replace(scheduler.limits, step_tokens=chunk)
                 leaving = asyncio.create_task(_leave(opened, chunk))
                 found = await answers(opened, wanted)
                 await leaving

@@ -181,3 +181,27 @@ def test_sigterm_in_a_stream_ends_it_with_an_error_and_frees_the_port(tiny: Tiny
         again.client() as client,
     ):
         assert said(client, "tiny-llama", stream=False)
+
+
+def test_metrics_and_a_timeline_say_what_the_stages_did(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tiny("tiny-qwen3")
+    with serve(folder, "--stages", "2", "--trace", str(tmp_path)) as running, running.client() as client:
+        client.chat.completions.create(model=folder.name, messages=QUESTION, max_tokens=40, temperature=0)  # type: ignore[call-overload]
+
+        def measured() -> dict[str, float]:
+            lines = httpx.get(f"{running.url}/metrics", trust_env=False).text.splitlines()
+            return {
+                line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"
+            }
+
+        model = f'model="{folder.name}"'
+        wait_until(lambda: f'omlx_stage_cost_seconds{{{model},part="row",stage="1"}}' in measured(), 10)
+        found = measured()
+        assert found[f"omlx_drawn_tokens_total{{{model}}}"] >= 40
+        assert found[f"omlx_requests_running{{{model}}}"] == 0
+        for stage in ("0", "1"):
+            assert found[f'omlx_stage_busy_seconds_total{{{model},stage="{stage}"}}'] > 0
+    events = json.loads((tmp_path / f"{folder.name}.json").read_text().rstrip(",\n") + "]")
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {1, 2}
+    assert {"build", "give", "wait for input"} <= {event["name"] for event in spans}

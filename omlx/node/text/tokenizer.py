@@ -1,6 +1,5 @@
 """A model folder's tokenizer, and the only file that knows transformers."""
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -8,8 +7,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tokenizers import Tokenizer as Vocabulary
+
 from omlx.errors import BadModel
+from omlx.node.text.chat_template import ChatTemplate
 from omlx.node.text.thinking import CLOSE_TAG, OPEN_TAG
+from omlx.node.text.tokenizer_files import (
+    TokenizerFiles,
+    decoder_kinds,
+    find_template,
+    read_files,
+    read_vocabulary,
+)
 
 RESERVED_KWARGS = frozenset(
     {
@@ -45,26 +54,35 @@ class Tokenizer:
     `strips_space`: decoding drops one leading space of the whole text.
     """
 
-    def __init__(self, hf: Any, template: str | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._hf = hf
-        self._template = template
-        self.vocab_size = vocab_size
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: ChatTemplate | None,
+        vocab_size: int | None,
+        eos_ids: frozenset[int],
+    ) -> None:
+        """`vocab_size` None: as many as the vocabulary has."""
+        # From here on nothing changes it any more.
+        vocabulary.no_padding()
+        vocabulary.no_truncation()
+        self.vocabulary = vocabulary
+        self.template = template
+        self.vocab_size = vocab_size or vocabulary.get_vocab_size()
         self.eos_ids = eos_ids
         self.think_ids = self._pair(OPEN_TAG, CLOSE_TAG)
-        added = hf.added_tokens_decoder
-        self._special = {id for id, token in added.items() if token.special} | set(hf.all_special_ids)
+        added = vocabulary.get_added_tokens_decoder()
+        self._special = {id for id, token in added.items() if token.special}
         self.skipped = frozenset(self._special).difference(self.think_ids or ())
-        kinds = _decoder_kinds(hf)
+        kinds = decoder_kinds(vocabulary)
         self._byte_level = "ByteLevel" in kinds
-        self._byte_fallback = "ByteFallback" in kinds or not kinds
+        self._byte_fallback = "ByteFallback" in kinds
         self._spelled: dict[int, bytes] = {}
-        # The first call settles padding and truncation for good; after it, encoding changes nothing.
         self._anchor = self.encode("a", special=False)[-1]
         self.strips_space = self._strips_space()
 
     def encode(self, text: str, special: bool) -> list[int]:
         """The ids of `text`; with `special` also those the tokenizer adds around it, such as BOS."""
-        ids: list[int] = self._hf.encode(text, add_special_tokens=special, verbose=False)
+        ids: list[int] = self.vocabulary.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -83,28 +101,19 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        return self._template is not None
+        return self.template is not None
 
     def render(self, messages: Sequence[Mapping[str, object]], kwargs: Mapping[str, object]) -> str:
-        """The prompt as text, open for the assistant's answer.
-
-        Lets through whatever the template raises: jinja2.TemplateError, or what its expressions lead to.
-        """
-        text: str = self._hf.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **kwargs,
-        )
-        return text
+        """See ChatTemplate.render; there must be a template."""
+        assert self.template is not None
+        return self.template.render(messages, kwargs)
 
     def _decode(self, ids: Sequence[int], skip: bool) -> str:
-        text: str = self._hf.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        text: str = self.vocabulary.decode(list(ids), skip_special_tokens=skip)
         return text
 
     def _spell(self, token: int) -> bytes:
-        piece = self._piece(token)
+        piece: str | None = self.vocabulary.id_to_token(token)
         if piece is None:
             return b""
         if self._byte_level:
@@ -114,13 +123,6 @@ class Tokenizer:
         if self._byte_fallback and (byte := _BYTE_PIECE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
         return self._after_anchor([token]).encode()
-
-    def _piece(self, token: int) -> str | None:
-        try:
-            piece: str | None = self._hf.convert_ids_to_tokens(token)
-        except IndexError:
-            return None
-        return piece
 
     def _after_anchor(self, ids: list[int]) -> str:
         """The text of `ids` in the middle of a text, where no leading space is dropped."""
@@ -134,10 +136,8 @@ class Tokenizer:
         return self._after_anchor(ids) == " " + self._decode(ids, skip=False)
 
     def _pair(self, first: str, second: str) -> tuple[int, int] | None:
-        ids = [self._hf.convert_tokens_to_ids(piece) for piece in (first, second)]
-        if None in ids or [self._piece(id) for id in ids] != [first, second]:
-            return None
-        return ids[0], ids[1]
+        one, other = self.vocabulary.token_to_id(first), self.vocabulary.token_to_id(second)
+        return None if one is None or other is None else (one, other)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -145,24 +145,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     Reads local files only and runs none of the folder's code. Raises BadModel with the file's name.
     """
-    if not folder.is_dir():
-        raise BadModel(f"{folder}: no such model folder")
-    settings, generation, config = (
-        _read_object(folder / name)
-        for name in ("tokenizer_config.json", "generation_config.json", "config.json")
-    )
-    text_config = config.get("text_config")
-    layers = [config, text_config] if isinstance(text_config, dict) else [config]
-    loader = _auto_tokenizer()
+    files = read_files(folder)
     with _Translated(folder / "tokenizer.json"):
-        hf = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        eos = _ids(hf.eos_token_id, folder / "tokenizer_config.json")
-        eos |= _ids(generation.get("eos_token_id"), folder / "generation_config.json")
-        for layer in layers:
-            eos |= _ids(layer.get("eos_token_id"), folder / "config.json")
-        sizes = [layer["vocab_size"] for layer in layers if isinstance(layer.get("vocab_size"), int)]
-        template = _template(hf.chat_template or settings.get("chat_template"), folder)
-        return Tokenizer(hf, template, sizes[0] if sizes else len(hf), eos)
+        vocabulary, names = read_vocabulary(files), files.special_tokens
+        if vocabulary is None:
+            vocabulary, names = _converted(files)
+        source = find_template(files.tokenizer.get("chat_template"), folder)
+        template = None if source is None else ChatTemplate(source, names)
+        eos = vocabulary.token_to_id(names["eos_token"]) if "eos_token" in names else None
+        ends = files.eos_ids if eos is None else files.eos_ids | {eos}
+        return Tokenizer(vocabulary, template, files.vocab_size, ends)
 
 
 class _Translated:
@@ -188,8 +180,9 @@ class _Translated:
             raise BadModel(f"{self.file}: no tokenizer can be made of this folder: {reason[:300]}") from error
 
 
-def _auto_tokenizer() -> Any:
-    # Two seconds, so only where a model is served.
+def _converted(files: TokenizerFiles) -> tuple[Vocabulary, dict[str, str]]:
+    """The vocabulary and the special tokens' names as transformers makes them of other forms."""
+    # A second of imports and 50 MB, so only for folders that need it.
     # Its advice about PyTorch and model classes is for who runs models with it; we say ourselves what a
     # folder lacks. It sets its own level while it is imported, so the notice there needs a filter.
     logging.getLogger("transformers").addFilter(_is_an_error)
@@ -197,58 +190,14 @@ def _auto_tokenizer() -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
-    return AutoTokenizer
+    hf: Any = AutoTokenizer.from_pretrained(files.folder, local_files_only=True, trust_remote_code=False)
+    if not hf.is_fast:
+        raise BadModel(f"{files.folder}: its tokenizer has no fast form; add a tokenizer.json")
+    return hf.backend_tokenizer, dict(hf.special_tokens_map)
 
 
 def _is_an_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; an empty one if there is no such file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise BadModel(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise BadModel(f"{path}: must be a JSON object")
-    return value
-
-
-def _ids(value: object, file: Path) -> frozenset[int]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(id) is int and id >= 0 for id in ids):
-        raise BadModel(f"{file}: eos_token_id must be a token id or a list of them, not {value!r}")
-    return frozenset(ids)
-
-
-def _template(found: object, folder: Path) -> str | None:
-    """The one chat template among the places and forms in which models keep it.
-
-    transformers has read chat_template.jinja and tokenizer_config.json; chat_template.json is left to us.
-    """
-    file = folder / "tokenizer_config.json"
-    if found is None:
-        file = folder / "chat_template.json"
-        found = _read_object(file).get("chat_template")
-    if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    if found is not None and not isinstance(found, str):
-        raise BadModel(f"{file}: the chat template must be text, not {type(found).__name__}")
-    return found
-
-
-def _decoder_kinds(hf: Any) -> frozenset[str]:
-    """The kinds of step in a fast tokenizer's decoder; none for a slow one."""
-    decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
-    if decoder is None:
-        return frozenset()
-    state = json.loads(decoder.__getstate__())
-    return frozenset(step["type"] for step in state.get("decoders", [state]))
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -9,10 +9,12 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
+from transformers import AutoTokenizer
 
 from omlx.errors import BadModel
 from omlx.node.text.detokenize import Detokenizer
 from omlx.node.text.tokenizer import load_tokenizer
+from omlx.node.text.tokenizer_files import read_files, read_vocabulary
 
 
 @pytest.fixture
@@ -162,3 +164,86 @@ def test_a_folder_that_brings_its_own_code_is_refused_and_the_code_does_not_run(
     with pytest.raises(BadModel):
         load_tokenizer(folder)
     assert not (folder / "ran").exists()
+
+
+def with_class(folder: Path, into: Path, name: str | None) -> Path:
+    """A copy of a folder's text files that names another tokenizer class."""
+    for file in folder.glob("*.json"):
+        if not file.name.startswith("model"):
+            shutil.copy(file, into)
+    if name is not None:
+        change(into / "tokenizer_config.json", tokenizer_class=name)
+    return into
+
+
+TEXTS = (
+    *(
+        "Hello, world",
+        " two  spaces\n\n\tand a tab",
+        "I'm CAN'T 12345.67",
+        "été 日本語 \U0001f468\u200d\U0001f467",
+    ),
+    *("<|im_start|>user\nhi<|im_end|>\n", "<bos>a<eos>", "<think>a</think>", " ", "", "<|endoftext|><pad>"),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("smollm2", None),
+        ("smollm2", "GPT2TokenizerFast"),
+        ("smollm2", "LlamaTokenizerFast"),
+        ("gemma", None),
+        ("gemma", "GemmaTokenizer"),
+        ("gemma", "LlamaTokenizerFast"),
+        ("tiny-qwen3", None),
+    ],
+)
+def test_ids_text_and_prompts_are_those_of_transformers(
+    model: str, name: str | None, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    named = model in ("smollm2", "gemma")
+    original = request.getfixturevalue(model) if named else request.getfixturevalue("tiny")(model)
+    folder = with_class(original, tmp_path, name)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for text in TEXTS:
+        for special in (False, True):
+            ids = theirs.encode(text, add_special_tokens=special, verbose=False)
+            assert ours.encode(text, special=special) == ids
+            clean = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids) == clean
+    assert set(theirs.all_special_ids) - set(ours.think_ids or ()) <= ours.skipped
+    assert theirs.eos_token_id in ours.eos_ids
+    turns = [{"role": role, "content": f"{role} é\n"} for role in ("system", "user", "assistant", "user")]
+    wanted = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert ours.render(turns, {}) == wanted
+
+
+def test_tokens_that_only_the_config_adds_are_there(folder: Path) -> None:
+    change(
+        folder / "tokenizer_config.json",
+        added_tokens_decoder={
+            "768": {"content": "<tool>", "special": False},
+            "769": {"content": "<end>", "special": True},
+        },
+        eos_token={"content": "<end>", "special": True},
+        extra_special_tokens={"image_token": "<image>"},
+        chat_template="{{ image_token }}{{ eos_token }}",
+    )
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("<tool><end><image>", special=False) == [768, 769, 770]
+    assert tokenizer.decode([768, 769, 770]) == "<tool>"
+    assert 769 in tokenizer.eos_ids
+    assert tokenizer.render([], {}) == "<image><end>"
+
+
+def test_a_byte_level_file_is_taken_as_it_stands_whatever_class_it_names(
+    smollm2: Path, gemma: Path, tmp_path: Path
+) -> None:
+    """A class may have rules of its own; the file is what the model was trained with."""
+    folder = with_class(smollm2, tmp_path, "Qwen2Tokenizer")
+    assert load_tokenizer(folder).encode("12 34", special=False) == load_tokenizer(smollm2).encode(
+        "12 34", special=False
+    )
+    assert read_vocabulary(read_files(folder)) is not None
+    assert read_vocabulary(read_files(with_class(gemma, tmp_path, "GemmaTokenizer"))) is None

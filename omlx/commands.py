@@ -1,0 +1,314 @@
+"""The commands, and the composition root: `omlx serve`, `demo`, `models`, `plan`, `bench`."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from omlx import __version__
+from omlx.cluster.planner import gigabytes, parse_node, plan_shards
+from omlx.errors import BadSetting, OmlxError, Refused
+from omlx.node.library import Library, scan
+from omlx.node.manifest import read_manifest
+from omlx.observe import set_up_logging
+from omlx.settings import Settings, load_settings
+from omlx.show import LoadBars
+
+if TYPE_CHECKING:
+    from omlx.cluster.local_actor import Spare
+    from omlx.web import Server
+
+MOST_PLANNED = 32768
+"""Tokens of context that `omlx plan` counts with unless told otherwise."""
+
+app = typer.Typer(
+    name="omlx",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="One OpenAI-compatible server for MLX models, as one or several pipeline stages.",
+    epilog="Every flag of serve is also an environment variable (OMLX_PORT) and a line of "
+    "~/.omlx/settings.json; the flag wins, then the variable, then the file.",
+)
+console = Console()
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+ModelArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[MODEL_DIR]", help="A model folder, or a folder of model folders.", show_default=False
+    ),
+]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"] | None, typer.Option(help="\\[default: info]")
+]
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"omlx {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(  # noqa: PLR0913 (one parameter a flag)
+    context: typer.Context,
+    model_dir: ModelArgument = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on \\[default: 127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Stage processes per model on this machine \\[default: 1].")
+    ] = None,
+    max_concurrent_requests: Annotated[
+        int | None, typer.Option(help="Requests that run at once, per model \\[default: 8].")
+    ] = None,
+    max_queued_requests: Annotated[
+        int | None, typer.Option(help="Requests that may wait; more get a 503 \\[default: 64].")
+    ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens computed in one step \\[default: 512].")
+    ] = None,
+    slowdown: Annotated[
+        float | None,
+        typer.Option(help="While prompts are read, answers' tokens come at most this many times slower."),
+    ] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option(help="Longest prompt and answer \\[default: the model's own].")
+    ] = None,
+    link: Annotated[
+        Literal["tcp", "ring", "jaccl"] | None,
+        typer.Option(help="How stages hand on hidden states \\[default: tcp]."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write each model's steps into this folder, as a timeline for Perfetto."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Ask every client for this key; needed to listen beyond this machine.")
+    ] = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Serve a model, or every model of a folder, at http://HOST:PORT/v1.
+
+    A single model is loaded at once; of several, each is loaded when it is first asked for.
+
+    Example: omlx serve ~/models/Qwen3-8B-4bit --stages 2
+    """
+    settings = load_settings(
+        models=model_dir,
+        host=host,
+        port=port,
+        stages=stages,
+        max_concurrent_requests=max_concurrent_requests,
+        max_queued_requests=max_queued_requests,
+        step_tokens=step_tokens,
+        slowdown=slowdown,
+        context_tokens=context_tokens,
+        link=link,
+        trace=trace,
+        api_key=api_key,
+        log_level=log_level,
+    )
+    run_server(settings, context.obj)
+
+
+@app.command()
+def demo(
+    once: Annotated[bool, typer.Option("--once", help="End after the answer instead of serving on.")] = False,
+    port: Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Stage processes on this machine \\[default: 1].")
+    ] = None,
+) -> None:
+    """Build the embedded model (SmolLM2 135M Instruct, from a PyPI wheel), serve it, ask it a question."""
+    from omlx.demo.cache import default_cache
+    from omlx.demo.models import build, demo_model
+    from omlx.demo.question import ask
+
+    with LoadBars(errors) as bars:
+        folder = build(demo_model(), default_cache(), bars.tell)
+    settings = load_settings(models=folder, host="127.0.0.1", port=port, stages=stages, log_level="warning")
+
+    async def question(server: "Server") -> None:
+        await ask(f"http://{settings.host}:{settings.port}/v1", folder.name, console)
+        server.should_exit = once
+
+    run_server(settings, [], question)
+
+
+@app.command()
+def models(model_dir: ModelArgument = None) -> None:
+    """List the models of a folder: what would be served, how large it is, what is wrong with the others."""
+    settings = load_settings(models=model_dir)
+    table = Table("model", "family", "layers", "weights", "context")
+    for entry in scan(settings.models).entries:
+        if entry.problem is not None:
+            table.add_row(entry.id, f"[red]{entry.problem}[/red]")
+            continue
+        manifest = read_manifest(entry.folder)
+        table.add_row(
+            entry.id,
+            manifest.model_type,
+            str(manifest.num_layers),
+            gigabytes(manifest.weight_bytes),
+            str(manifest.context_tokens or "not stated"),
+        )
+    if table.row_count == 0:
+        raise BadSetting(f"no models in {settings.models}: put model folders there, or name another folder")
+    console.print(table)
+
+
+@app.command()
+def plan(
+    model_dir: Annotated[Path, typer.Argument(help="A model folder; only headers are read.")],
+    node: Annotated[
+        list[str],
+        typer.Option(help="A machine and the memory it gives: studio=64GB. Once for each, in order."),
+    ],
+    context_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per sequence \\[default: the model's own context, 32768 at most]."),
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Sequences of that length at once.")] = 1,
+) -> None:
+    """Show which layers each machine would hold, in exact bytes, or what is missing. Loads nothing.
+
+    Example: omlx plan ~/models/Qwen3-32B-4bit --node studio=64GB --node mini=16GB
+    """
+    manifest = read_manifest(model_dir)
+    context = context_tokens or min(manifest.context_tokens or MOST_PLANNED, MOST_PLANNED)
+    shards = plan_shards(
+        manifest, [parse_node(text) for text in node], context_tokens=context, sequences=sequences
+    )
+    table = Table(
+        "node", "layers", "weights", "cache", "scratch", "free of", title=f"{sequences} x {context} tokens"
+    )
+    for stage in shards.stages:
+        table.add_row(
+            stage.node.name,
+            f"{stage.span.start} to {stage.span.end - 1}",
+            *(gigabytes(size) for size in (stage.weights, stage.kv, stage.scratch)),
+            f"{gigabytes(stage.headroom)} of {gigabytes(stage.node.bytes)}",
+        )
+    console.print(table)
+
+
+@app.command()
+def bench(  # noqa: PLR0913 (one parameter a flag)
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server on this machine.", show_default="http://127.0.0.1:8000/v1"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Which of its models to ask.", show_default="the only one")
+    ] = None,
+    scenario: Annotated[
+        str, typer.Option(help="What to ask, with commas between: c1, c4, c8, prefix, again.")
+    ] = "c1,c4,prefix",
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Length of an answer; those to long prompts have 8 tokens.")
+    ] = 128,
+    prompt_words: Annotated[
+        int, typer.Option(min=1, help="Words of the long prompt in prefix and again.")
+    ] = 1400,
+    json: Annotated[bool, typer.Option("--json", help="One JSON line a scenario, no table.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="OMLX_API_KEY")
+    ] = None,
+) -> None:
+    """Measure a running server: time to the first token, tokens per second of each answer and of all.
+
+    Any OpenAI-compatible server on this machine will do; start one with `omlx serve` first.
+
+    c1: three short prompts, one after the other.
+
+    c4, c8: four or eight short prompts at once.
+
+    prefix: one long prompt three times, where a prefix cache would show.
+
+    again: the same long prompt once more, after a restart of the server.
+
+    Example: omlx bench --scenario c1,c8 --max-tokens 64
+    """
+    from omlx.bench import SCENARIOS, Load, LoadClient, find_scenarios
+
+    names = find_scenarios(scenario)
+    settings = load_settings(api_key=api_key)
+    table = Table("scenario", "requests", "first token (median)", "tokens/s each", "tokens/s in all")
+
+    async def measure() -> None:
+        async with LoadClient(url or f"http://127.0.0.1:{settings.port}/v1", settings.api_key) as client:
+            load = Load(await client.find_model(model), max_tokens, prompt_words)
+            table.title = f"{load.model} at {client.url}"
+            with errors.status(f"{load.model}: warming up") as status:
+                await client.warm_up(load)
+                for name in names:
+                    status.update(f"{load.model}, {name}: {SCENARIOS[name].what}")
+                    figures = await client.run(name, load)
+                    table.add_row(*figures.row())
+                    if json:
+                        print(figures.json(), flush=True)
+
+    asyncio.run(measure())
+    if not json:
+        console.print(table)
+
+
+def run_server(
+    settings: Settings,
+    spares: list["Spare"],
+    question: Callable[["Server"], Awaitable[None]] | None = None,
+) -> None:
+    """Serve, with bars while models load, one line when it is ready, and then perhaps a question.
+
+    `spares` are started already, and become the first stages.
+    """
+    # What only a server needs the other commands need not wait for.
+    from omlx.serve import serve as serve_http
+
+    set_up_logging(settings.log_level)
+    bars = LoadBars(errors)
+
+    async def beside(server: "Server", library: Library) -> None:
+        bars.stop()
+        for entry in library.entries:
+            if entry.problem is not None:
+                errors.print(f"left out: {entry.problem}")
+        names = ", ".join(entry.id for entry in library.entries if entry.problem is None)
+        console.print(
+            f"serving {names} at http://{settings.host}:{settings.port}/v1 (Ctrl-C ends it)", highlight=False
+        )
+        if question is not None:
+            await question(server)
+
+    try:
+        with bars:
+            asyncio.run(serve_http(settings, spares, bars.update, beside))
+    except KeyboardInterrupt:
+        console.print("stopped", highlight=False)
+
+
+def run(spares: list["Spare"]) -> None:
+    """Errors of our own tree are one line: exit code 2 where something must change first, else 1."""
+    try:
+        app(obj=spares)
+    except Refused as error:
+        errors.print(f"omlx: {error}", markup=False)
+        sys.exit(2)
+    except OmlxError as error:
+        errors.print(f"omlx: {error}", markup=False)
+        sys.exit(1)
