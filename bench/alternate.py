@@ -12,7 +12,9 @@ WITHIN_S = 120.0
 """No round begins later: on a busy machine a bench has fewer rounds instead of more minutes."""
 
 
-async def alternate(runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
+async def alternate(
+    runs: Mapping[str, Run], rounds: int, within_s: float = WITHIN_S
+) -> dict[str, list[float]]:
     """Each run once a round, after one round that is not counted: caches fill, code is compiled.
 
     At least one counted round, at most `rounds`; every name has as many values as the others.
@@ -20,7 +22,7 @@ async def alternate(runs: Mapping[str, Run], rounds: int) -> dict[str, list[floa
     found: dict[str, list[float]] = {name: [] for name in runs}
     started = time.perf_counter()
     for round_number in range(rounds + 1):
-        if round_number > 1 and time.perf_counter() - started > WITHIN_S:
+        if round_number > 1 and time.perf_counter() - started > within_s:
             break
         order = list(runs)
         if round_number % 2:

@@ -42,7 +42,7 @@ VOCABULARY = 500
 GPU = Cost(fixed=0.040, row=0.001, token=0.0008, pair=0.0008 / 16_384)
 """A whole model on something like a Mac's GPU: a step reads the weights, whatever the rows; from 16k tokens
 on attention takes longer than the rest."""
-ROWS_DECIDE = Cost(fixed=0.004, row=0.010, token=0.0008, pair=0.0008 / 16_384)
+ROWS_DECIDE = Cost(fixed=0.008, row=0.020, token=0.0008, pair=0.0008 / 16_384)
 """Experts or long contexts: rows cost more than the weights that they share."""
 FASTER = 0.2
 """The long prompt's device, by time: GPU would need a minute for it."""

@@ -4,9 +4,10 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from omlx.cluster.local_actor import STAGE, place_local
@@ -21,12 +22,17 @@ from omlx.node.pipeline import Pipeline, PipelineSpec
 from omlx.node.scheduler import Limits, Scheduler
 from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams
+from omlx.node.timeline import Timeline
 from omlx.settings import Settings
 from tests.models.tiny import TINY, build_tiny, recipe
 
 WITHIN_S = 120.0
 """For a load and for a step; reached only where something hangs."""
 CONTEXT_TOKENS = 2048
+Spans = tuple[tuple[int, int | None], ...]
+"""PipelineSpec's."""
+CutIn = Callable[[Path, int], Spans]
+"""How a model's layers are cut in so many spans."""
 ROOMY = 2**40
 """A budget in bytes that decides nothing."""
 
@@ -55,12 +61,25 @@ async def place_on_a_core(index: int) -> StageProcess:
     return await place_local(index, ("taskset", "--cpu-list", str(core), *STAGE))
 
 
-def new_pipeline(folder: Path, stages: int, place: Placement = place_local) -> Pipeline:
+def cut_as_served(folder: Path, stages: int) -> Spans:
+    """As the coordinator does."""
+    return tuple((span.start, span.end) for span in shards(folder, stages).spans)
+
+
+def cut_evenly(folder: Path, stages: int) -> Spans:
+    """The same number of layers for each stage, or one more for the later ones."""
+    layers = shards(folder, 1).spans[0].end
+    borders = [layers * i // stages for i in range(stages + 1)]
+    return tuple(pairwise(borders))
+
+
+def new_pipeline(
+    folder: Path, stages: int, place: Placement = place_local, cut: CutIn = cut_as_served
+) -> Pipeline:
     """Not yet opened; its stages are child processes."""
-    spans: list[tuple[int, int | None]] = [(span.start, span.end) for span in shards(folder, stages).spans]
     spec = PipelineSpec(
         folder,
-        ((0, None),) if stages == 1 else tuple(spans),
+        ((0, None),) if stages == 1 else cut(folder, stages),
         load_timeout_s=WITHIN_S,
         step_timeout_s=WITHIN_S,
     )
@@ -69,7 +88,13 @@ def new_pipeline(folder: Path, stages: int, place: Placement = place_local) -> P
 
 @asynccontextmanager
 async def running_engine(
-    folder: Path, stages: int, place: Placement = place_local, places: int | None = None
+    folder: Path,
+    stages: int,
+    place: Placement = place_local,
+    *,
+    places: int | None = None,
+    cut: CutIn = cut_as_served,
+    timeline: Timeline | None = None,
 ) -> AsyncIterator[Engine]:
     """An engine with the server's default limits; `places`: sequences that run at once."""
     defaults = Settings.model_fields
@@ -81,7 +106,9 @@ async def running_engine(
         slowdown=defaults["slowdown"].default,
         capacity_tokens=10**6,
     )
-    engine = Engine(ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages, place))
+    engine = Engine(
+        ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages, place, cut), timeline
+    )
     await engine.open(lambda done, total: None)
     try:
         yield engine
@@ -140,4 +167,5 @@ async def together(engine: Engine, asked: list[tuple[int, ...]], max_tokens: int
     begin, end = max(one.first for one in answers), min(one.last for one in answers)
     if end <= begin:
         raise SystemExit("bench: the answers did not run side by side; ask for longer ones")
-    return sum((end - begin) / one.token_s for one in answers) / (end - begin)
+    inside = sum(begin < at <= end for one in answers for at in one.times)
+    return inside / (end - begin)

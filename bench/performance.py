@@ -25,7 +25,6 @@ import msgspec
 from bench.engines import answer, model_folder, prompts, running_engine, together
 from bench.record import ROOT, commit, machine
 from omlx.node.engine import Engine
-from omlx.node.meters import Meters
 from omlx.node.timeline import DEVICE, HEAD, Timeline
 
 FOLDER = ROOT / "docs" / "performance"
@@ -40,6 +39,8 @@ TOKENS = 24
 """Of an answer while its steps are measured."""
 SHORT = 12
 """Tokens of a prompt whose length does not matter."""
+TOLD_WITHIN_S = 0.3
+"""A stage tells of its last plans so soon."""
 ANSWERS = prompts(4, SHORT, 40_000)
 (PROMPT,) = prompts(1, 1024, 40_000, seed=1)
 LENGTHS = {MODEL: (64, 256, 512, 1024, 2048, 3072), SMALL: (512, 2048, 4096, 8192, 16_384)}
@@ -124,14 +125,11 @@ async def within(work: Coroutine[object, object, object]) -> Window:
 @asynccontextmanager
 async def traced(model: str, stages: int, file: Path) -> AsyncIterator[Engine]:
     """Its timeline's file is complete once it is closed."""
-    timeline = Timeline(file)
-    async with running_engine(model_folder(model), stages, places=max(BATCHES)) as engine:
-        engine.meters = Meters(timeline)
-        engine.meters.begin(stages, engine.pipeline.mixes)
+    folder = model_folder(model)
+    async with running_engine(folder, stages, places=max(BATCHES), timeline=Timeline(file)) as engine:
         await answer(engine, PROMPT[:SHORT], TOKENS)
         yield engine
-        # A stage tells of its plans together with a later one.
-        await answer(engine, PROMPT[:SHORT], TOKENS)
+        await asyncio.sleep(TOLD_WITHIN_S)
 
 
 def read_events(file: Path) -> list[Event]:

@@ -1,10 +1,12 @@
-"""Do two stages on a core each prefill twice as fast as one stage on one core, and answers flow on meanwhile?
+"""Do two stages on a core each prefill twice as fast as one stage on one core, and do answers flow meanwhile?
 
-One line each. prefill_16k, prefill_4k: seconds to the first token of a prompt, on tiny-llama, where attention
-is nearly all, and on SmolLM2; *_plans: the steps it took. short: eight prompts of 64 tokens at once, until all
-have their first token. ratio of these: one stage / two stages.
-beside: four answers run while a prompt is computed. *_gap_ratio: p95 of the time between tokens of an answer /
-the same without the prompt; *_first_ratio: the prompt's first token / alone; ratio: the worst gap ratio.
+One line each; two_stages: cut as the coordinator cuts, halves: layer by layer.
+prefill_16k, prefill_4k: seconds to the first token of a prompt, on tiny-llama, where attention is nearly all,
+and on SmolLM2; *_plans: the steps it took. tiny-llama has but its halves: its head, which weighs as much as
+layers do, computes nothing for a prompt. short: eight prompts of 64 tokens at once, until all have their
+first token. ratio of these: one stage / two stages.
+beside: four answers run while a prompt is computed. *_gap_ratio: p95 of the time between an answer's tokens
+/ the same without the prompt; *_first_ratio: the prompt's first token / alone; ratio: the worst gap ratio.
 Linux: it pins with taskset.
 """
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
 
 from bench.alternate import Run, alternate, ratio
-from bench.engines import answer, model_folder, place_on_a_core, prompts, running_engine
+from bench.engines import answer, cut_evenly, model_folder, place_on_a_core, prompts, running_engine
 from bench.record import Spread, tell
 from omlx.node.engine import Engine
 from omlx.node.sequence import Request
@@ -158,18 +160,18 @@ def tell_beside(bench: str, model: str, found: dict[str, list[float]]) -> None:
 # ------------------------------------------------------------------ one stage against two
 
 
-async def prefill(bench: str, model: str, one: Engine, two: Engine, prompt: Sequence[int]) -> None:
-    plans: dict[str, list[float]] = {"one_stage_plans": [], "two_stages_plans": []}
-    found = await alternate(
-        {
-            "one_stage_s": first_token(one, prompt, plans["one_stage_plans"]),
-            "two_stages_s": first_token(two, prompt, plans["two_stages_plans"]),
-        },
-        ROUNDS,
-    )
-    counted = {name: values[1:] for name, values in plans.items()}
-    figures = {name: Spread.of(values) for name, values in (found | counted).items()}
-    tell(bench, model, ratio(found["one_stage_s"], found["two_stages_s"]), figures)
+async def prefill(bench: str, model: str, engines: dict[str, Engine], prompt: Sequence[int]) -> None:
+    """The first of `engines` is the one that the others are compared with."""
+    plans: dict[str, list[float]] = {name: [] for name in engines}
+    runs = {name: first_token(engine, prompt, plans[name]) for name, engine in engines.items()}
+    times = await alternate(runs, ROUNDS)
+    found = {f"{name}_s": values for name, values in times.items()}
+    found |= {f"{name}_plans": values[1:] for name, values in plans.items()}
+    one, *others = engines
+    speedups = {name: ratio(times[one], times[name]) for name in others}
+    found |= {f"{name}_speedup": [speedup] for name, speedup in speedups.items()}
+    figures = {name: Spread.of(values) for name, values in found.items()}
+    tell(bench, model, speedups[others[0]], figures)
 
 
 async def short(one: Engine, two: Engine) -> None:
@@ -183,16 +185,18 @@ async def main() -> None:
     folder = model_folder(SMALL)
     async with (
         running_engine(folder, 1, place_on_a_core) as one,
-        running_engine(folder, 2, place_on_a_core) as two,
+        running_engine(folder, 2, place_on_a_core, cut=cut_evenly) as halves,
     ):
-        await prefill("pipeline_prefill_16k", SMALL, one, two, LONGER)
+        await prefill("pipeline_prefill_16k", SMALL, {"one_stage": one, "halves": halves}, LONGER)
     folder = model_folder(MODEL)
     async with (
         running_engine(folder, 1, place_on_a_core) as one,
         running_engine(folder, 2, place_on_a_core) as two,
+        running_engine(folder, 2, place_on_a_core, cut=cut_evenly) as halves,
     ):
         await short(one, two)
-        await prefill("pipeline_prefill_4k", MODEL, one, two, LONG)
+        engines = {"one_stage": one, "two_stages": two, "halves": halves}
+        await prefill("pipeline_prefill_4k", MODEL, engines, LONG)
         engines = {"one_stage": one, "two_stages": two}
         tell_beside("pipeline_beside", MODEL, await measure_beside(engines, BESIDE, 1))
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -38,18 +37,10 @@ class Launch:
     """On top of the bench's own."""
 
 
-class FreshClient(LoadClient):
-    """Begins every prompt with a number of its own: nothing that a server has kept of others is of use.
-
-    Else the template's own system message, most of a short prompt, would be answered from prefix caches.
-    """
-
-    async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        [question] = body["messages"]
-        number = zlib.crc32(question["content"].encode())
-        system = {"role": "system", "content": f"{number} is the number of this talk. You tell stories."}
-        async for event in super()._events(body | {"messages": [system, question]}):
-            yield event
+def fresh(prompt: str) -> str:
+    """A system message that begins with a number of the prompt's own: nothing that a server has kept of
+    others is of use. Else the template's own, most of a short prompt, would come from prefix caches."""
+    return f"{zlib.crc32(prompt.encode())} is the number of this talk. You tell stories."
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ class Server:
         """One greedy answer. Ends the bench where it fails or takes too long."""
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
-                return await self.client.ask(self.launch.model, prompt, max_tokens)
+                return await self.client.ask(self.launch.model, prompt, max_tokens, fresh(prompt))
         except (OmlxError, TimeoutError) as error:
             raise SystemExit(self._complaint(f"did not answer ({error})")) from error
 
@@ -78,7 +69,7 @@ class Server:
             async with asyncio.timeout(READY_WITHIN_S):
                 while self.process.returncode is None:
                     try:
-                        given = await self.client.ask(self.launch.model, prompt, 1)
+                        given = await self.client.ask(self.launch.model, prompt, 1, fresh(prompt))
                         return given.ended - self.started
                     except OmlxError as error:  # nobody listens yet, or no model is loaded yet
                         said = str(error)
@@ -123,7 +114,7 @@ async def running_server(launch: Launch) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory(prefix=f"bench-{launch.name}-") as home:
         log = Path(home) / "bench.log"
         quiet = {"HOME": home, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-        async with FreshClient(f"http://127.0.0.1:{port}/v1") as client:
+        async with LoadClient(f"http://127.0.0.1:{port}/v1") as client:
             with log.open("wb") as said:
                 started = time.perf_counter()
                 process = await asyncio.create_subprocess_exec(

@@ -38,11 +38,8 @@ class Cost(msgspec.Struct, frozen=True):
     """Each pair of a chunk's token and a position before it."""
 
     def seconds(self, work: Work) -> float:
-        return (
-            self.fixed + self.row * work.rows + self.token * work.tokens + self.pair * work.pairs
-            if work.rows or work.tokens
-            else 0.0
-        )
+        fixed = self.fixed if work.rows or work.tokens else 0.0
+        return fixed + self.row * work.rows + self.token * work.tokens + self.pair * work.pairs
 
     def part(self, share: float) -> "Cost":
         """Of a stage that has this share of the model's layers, or of a device so many times as slow."""
@@ -79,7 +76,7 @@ def emulate(cost: Cost) -> "MakeStage":
 
 
 def main() -> None:
-    """As of omlx.node.process."""
+    """The process's frame, as that of omlx.node.process."""
     parser = argparse.ArgumentParser(description="One emulated stage of a model; started by a bench.")
     parser.add_argument("cost", type=lambda text: msgspec.json.decode(text, type=Cost))
     parser.add_argument("--fd", type=int, required=True, help="the control socket's file descriptor")

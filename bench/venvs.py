@@ -34,5 +34,5 @@ def _run(name: str, *command: str) -> None:
         raise SystemExit(f"bench: {name} was not installed within {INSTALL_WITHIN_S:.0f} s") from None
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        reason = said[0] if said else f"{' '.join(command[1:4])} ended with {done.returncode}"
+        reason = said[-1] if said else f"{' '.join(command[1:4])} ended with {done.returncode}"
         raise SystemExit(f"bench: {name} cannot be installed: {reason}")

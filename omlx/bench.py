@@ -246,11 +246,12 @@ class LoadClient:
             timings = [await self.ask(load.model, prompt, most) for prompt in prompts]
         return Figures(name, tuple(timings), self._clock() - started)
 
-    async def ask(self, model: str, prompt: str, max_tokens: int) -> Timing:
+    async def ask(self, model: str, prompt: str, max_tokens: int, system: str | None = None) -> Timing:
         """One streamed greedy answer. Raises like `run`."""
+        before = [] if system is None else [{"role": "system", "content": system}]
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": [*before, {"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": max_tokens,
             "stream": True,

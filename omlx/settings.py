@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     """Sequences that may wait beyond those; the next is refused with 503 and Retry-After."""
     step_tokens: int = Field(default=512, ge=1, le=65536)
     """Most prompt tokens computed in one step."""
-    slowdown: float = Field(default=2.7, ge=1.1, le=100.0)
+    slowdown: float = Field(default=2.85, ge=1.1, le=100.0)
     """While prompts are computed, running answers' tokens come at most this many times slower."""
     context_tokens: int | None = Field(default=None, ge=16)
     """Longest prompt + answer; default: what the model's config says."""

@@ -21,6 +21,8 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+HEAD_SHARE = 0.5
+"""What the head counts for beside layers of as many bytes: every step of answers reads it, no prompt does."""
 SIZE = re.compile(r"(?P<number>\d{1,18}(\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 
 
@@ -125,13 +127,13 @@ def plan_work(
     """The layers over equally fast `nodes`, so that the slowest has the least to do; where that does not
     fit into their memory, by memory alone, as `plan_shards`.
 
-    Work is the weights that a step reads: those of the layers, and on the last stage of norm and head; an
-    embedding is looked up, not read. Raises like `plan_shards`.
+    Work is the weights that a step reads: those of the layers, and on the last stage half of norm and head,
+    which prompts skip; an embedding is looked up, not read. Raises like `plan_shards`.
     """
     _refuse_nonsense(manifest, nodes, context_tokens, sequences, step_tokens)
     load = LayerSums.of(manifest, context_tokens, sequences, step_tokens)
     head = manifest.head_bytes + manifest.other_bytes + (manifest.embedding_bytes if manifest.tied else 0)
-    cuts = even_cuts([layer.weights for layer in manifest.layers], head, len(nodes))
+    cuts = even_cuts([layer.weights for layer in manifest.layers], int(head * HEAD_SHARE), len(nodes))
     plan = _cut(load, nodes, cuts, context_tokens, sequences)
     if all(stage.headroom >= 0 for stage in plan.stages):
         return plan

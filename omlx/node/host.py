@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 from typing import NoReturn
 
 import mlx.core as mx
@@ -53,6 +53,8 @@ from omlx.node.wire import (
 MakeStage = Callable[[Cut, Callable[[Finished], None]], Stage]
 INBOX = 1024
 """Control messages that may wait; the head has a few plans in flight for each stage."""
+GPU_SIZES = ("max_recommended_working_set_size", "total_memory", "memory_size")
+"""What MLX's back ends call the memory that a GPU may use, in bytes; the best one first."""
 TELL_BUSY_EVERY_S = 0.05
 """A fit needs samples, not each of them at once."""
 
@@ -78,7 +80,11 @@ class StageHost:
         """Serve until the head says Leave or goes away."""
         threading.Thread(target=self._read, name="control-in", daemon=True).start()
         while True:
-            message = self._inbox.get()
+            try:
+                message = self._inbox.get(timeout=TELL_BUSY_EVERY_S if self._busy else None)
+            except Empty:
+                self._tell_busy(time.monotonic())
+                continue
             match message:
                 case Load():
                     self._load(message)
@@ -197,9 +203,13 @@ class StageHost:
             self._send(Done(StepResult(plan.id, plan.epoch, finished.sampled)))
         self._busy.append(finished.times)
         if (now := time.monotonic()) - self._busy_told > TELL_BUSY_EVERY_S:
-            self._busy_told = now
-            self._send(Busy(plan.epoch, tuple(self._busy)))
-            self._busy.clear()
+            self._tell_busy(now)
+
+    def _tell_busy(self, now: float) -> None:
+        assert self._stage is not None and self._stage.epoch is not None
+        self._send(Busy(self._stage.epoch, tuple(self._busy)))
+        self._busy_told = now
+        self._busy.clear()
 
     def _end_epoch(self) -> None:
         assert self._stage is not None
@@ -233,13 +243,20 @@ def join_group(ring: tuple[str, ...], rank: int, backend: str) -> mx.distributed
 
 
 def share_gpu_memory(share: float) -> None:
-    """This process's part of the GPU's limits, so that several never wire more than the machine bears."""
-    if not mx.metal.is_available():
+    """This process's part of the GPU's limits, so that several never take more than the machine bears.
+
+    MLX keeps what it frees up to its limit, and each process takes the whole GPU for its own.
+    """
+    if mx.default_device() != mx.gpu:
         return
-    recommended = int(mx.device_info()["max_recommended_working_set_size"])
-    mx.set_wired_limit(int(recommended * share))
-    mx.set_memory_limit(int(recommended * share))
-    mx.set_cache_limit(int(recommended * share / 8))
+    info = mx.device_info()
+    whole = next((int(info[name]) for name in GPU_SIZES if name in info), 0)
+    if not whole:
+        return
+    if mx.metal.is_available():
+        mx.set_wired_limit(int(whole * share))
+    mx.set_memory_limit(int(whole * share))
+    mx.set_cache_limit(int(whole * share / 8))
 
 
 def peak_rss_bytes() -> int:

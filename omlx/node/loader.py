@@ -10,10 +10,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from omlx.errors import BadModel
-from omlx.node.slicing import Cut, cut_model, refuse_uncuttable
+from omlx.node.slicing import HEADS, Cut, cut_model, refuse_uncuttable
 
 Progress = Callable[[int, int], None]
 """(bytes read, bytes in all)"""
+
+GROUP_BYTES = 64 * 2**20
+"""Read between two reports; what the caches of MLX may hold for reuse meanwhile."""
+BLOCK_ROWS = 512
+"""Turned at a time: a block that the processor's own cache holds. Whole, an embedding takes twice as long."""
 
 
 def load_span(folder: Path, start: int, end: int | None, progress: Progress) -> Cut:
@@ -27,7 +32,7 @@ def load_span(folder: Path, start: int, end: int | None, progress: Progress) -> 
     if not whole:
         refuse_uncuttable(str(config.get("model_type")), config)
     cut = cut_model(model, start, len(model.layers) if end is None else end)
-    _read(cut.model, progress)
+    _read(cut.model, _multiplied(cut), progress)
     return cut
 
 
@@ -44,17 +49,44 @@ def _open(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     return model, dict(config)
 
 
-def _read(model: nn.Module, progress: Progress) -> None:
-    """Evaluate every parameter that is left after the cut, a few at a time."""
+def _multiplied(cut: Cut) -> dict[str, nn.Module]:
+    """The modules whose weight is better turned, by the parameter's path; none where a GPU computes.
+
+    On the CPU, OpenBLAS reads a float32 weight [out, in] up to 1.4 times as fast when its columns are the
+    contiguous ones, and the sums keep their order. In half precision MLX multiplies by its own loops, and
+    loses by it.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return {}
+    modules = dict(cut.model.named_modules())
+    found = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    if cut.last and not any(name.rpartition(".")[2] in HEADS for name in modules):
+        # Without a head of its own, the model multiplies by its embedding.
+        found |= {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    return {f"{name}.weight": module for name, module in found.items() if module.weight.dtype == mx.float32}
+
+
+def _read(model: nn.Module, multiplied: dict[str, nn.Module], progress: Progress) -> None:
+    """Evaluate every parameter that is left after the cut, a few at a time; those of `multiplied` turned."""
     flat: Any = tree_flatten(model.parameters())
-    parameters: list[mx.array] = [array for _, array in flat]
-    total = sum(array.nbytes for array in parameters)
-    done = 0
-    group: list[mx.array] = []
-    for i, array in enumerate(parameters):
-        group.append(array)
-        if sum(a.nbytes for a in group) >= 64 * 2**20 or i == len(parameters) - 1:
-            mx.eval(group)
-            done += sum(a.nbytes for a in group)
-            group = []
+    parameters: list[tuple[str, mx.array]] = flat[::-1]
+    del flat
+    total = sum(array.nbytes for _, array in parameters)
+    done = told = 0
+    while parameters:
+        path, array = parameters.pop()
+        done += array.nbytes
+        if module := multiplied.get(path):
+            array = module.weight = _turned(array)
+        mx.eval(array)
+        if done - told >= GROUP_BYTES or not parameters:
+            # The buffers that turned weights were read into, which would count as the stage's memory.
+            mx.clear_cache()
+            told = done
             progress(done, total)
+
+
+def _turned(weight: mx.array) -> mx.array:
+    """The same values and shape [out, in], lazily, with columns contiguous instead of rows."""
+    blocks = [weight[row : row + BLOCK_ROWS].T for row in range(0, weight.shape[0], BLOCK_ROWS)]
+    return mx.contiguous(mx.concatenate(blocks, axis=1)).T

@@ -11,7 +11,7 @@ from math import sqrt
 
 from omlx.node.costs import StageCost
 
-HOP_S = 0.0003
+HOP_S = 0.0006
 """One plan's way from a stage to the next, and its launch there."""
 GAIN = 0.95
 """Regrouping moves keys and values: the new round must be so much shorter than the old one."""
@@ -19,6 +19,9 @@ LEAST_CHUNK = 32
 """Tokens; the least that the first prompt gets on by, or fewer where they cost as much as their forward."""
 MANY = 2**30
 """Tokens; where chunks were measured to cost nothing beside their forward."""
+MOST_CHUNKS = 16
+"""Of a prompt, for each stage behind the first one: more chunks would fill and drain hardly any faster, and a
+fit that makes little of a forward's fixed part would ask for hundreds."""
 SMOOTH = 0.7
 """0: chunks of equal length, 1: of equal time. Between, so that the last ones do not become tiny."""
 
@@ -97,7 +100,8 @@ class Pace:
         slowest = max(self.stages, key=lambda stage: stage.token)
         if slowest.token <= 0:
             return most
-        best = sqrt(total * slowest.chunk / (slowest.token * (len(self.stages) - 1)))
+        others = len(self.stages) - 1
+        best = max(sqrt(total * slowest.chunk / (slowest.token * others)), total / (MOST_CHUNKS * others))
         return max(min(LEAST_CHUNK, most), min(most, round(best)))
 
     def tokens_within(self, seconds: float, prefix: int) -> int:

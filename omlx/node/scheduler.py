@@ -313,7 +313,8 @@ class Scheduler:
         rows = sum(s.may_draw for s in self._active())
         if not rows:
             first = pace.first_chunk(sum(p.prefix + p.left for p in prompts), limits.step_tokens)
-            seconds = pace.added(first, 0) if pace.stages else inf
+            # Nobody waits for one stage alone: chunks of equal time are for those behind it.
+            seconds = pace.added(first, 0) if len(pace.stages) > 1 else inf
             return Budget(pace, first, seconds, strict=False)
         if not pace.stages:
             return Budget(pace, max(1, limits.step_tokens // UNMEASURED_PART))

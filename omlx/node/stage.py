@@ -87,11 +87,15 @@ class Stage:
     rows: Rows = field(init=False)
     sampler: Sampler = field(default_factory=Sampler)
     ahead: Ahead = field(default_factory=Ahead)
+    launches_ahead: bool = field(init=False)
+    """Whether a forward is launched before the one in front of it has ended. A GPU would idle else. A
+    neighbour would wait for the time of the launch; and MLX's CPU launches no faster than it computes."""
     _air: deque[Launched] = field(default_factory=deque)
     _idle_since: float = 0.0
 
     def __post_init__(self) -> None:
         self.mixed = make_mixable(self.cut)
+        self.launches_ahead = self.alone and mx.default_device() == mx.gpu
         self.rows = Rows(self.cut)
 
     @property
@@ -160,7 +164,10 @@ class Stage:
             launched = Launched(plan, tag, slices, began=time.monotonic())
             if x is not None:
                 self._build(launched, x, blocks)
-                mx.async_eval(launched.arrays)
+        if not self.launches_ahead:
+            self._finish(down_to=0)
+        with _blaming(slices):
+            mx.async_eval(launched.arrays)
         plan.began = plan.began or launched.began
         plan.launched = time.monotonic()
         self._air.append(launched)

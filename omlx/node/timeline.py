@@ -28,7 +28,7 @@ class Timeline:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        self._file: TextIO | None = path.open("w", buffering=1, encoding="utf-8")
         self._bytes = 0
         self._named: set[int] = set()
         self._write_text("[\n")

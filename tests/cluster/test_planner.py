@@ -274,12 +274,12 @@ def test_even_work_is_as_even_as_every_other_cut_could_make_it(
     assert slowest(cuts) == min(map(slowest, every))
 
 
-def test_the_head_counts_as_work_and_the_embedding_does_not() -> None:
+def test_half_of_the_head_counts_as_work_and_the_embedding_does_not() -> None:
     layers = [LayerBytes(100, LayerKv(per_token=1))] * 8
     nodes = [NodeBudget("a", PLENTY), NodeBudget("b", PLENTY)]
     tied = manifest_of(layers, tied=True, embedding_bytes=390, other_bytes=10)
     plan = plan_work(tied, nodes, context_tokens=64, sequences=1)
-    assert plan.spans == (Span(0, 6), Span(6, 8))
+    assert plan.spans == (Span(0, 5), Span(5, 8))
 
 
 def test_where_even_work_does_not_fit_memory_decides() -> None:
