@@ -55,6 +55,9 @@ INBOX = 1024
 """Control messages that may wait; the head has a few plans in flight for each stage."""
 GPU_SIZES = ("max_recommended_working_set_size", "total_memory", "memory_size")
 """What MLX's back ends call the memory that a GPU may use, in bytes; the best one first."""
+TRIM_EVERY, FULL = 32, 0.75
+"""Every so many plans, what MLX keeps of freed memory is given back if it is so near its limit. Full of sizes
+that nobody asks for any more, it would keep nothing else, and every operation would allocate."""
 TELL_BUSY_EVERY_S = 0.05
 """A fit needs samples, not each of them at once."""
 
@@ -73,6 +76,8 @@ class StageHost:
         self._links: tuple[Link, ...] = ()
         self._busy: list[PlanTimes] = []
         self._busy_told = 0.0
+        self._cache_bytes = 0
+        """What MLX may keep of freed memory."""
         self._newest: Epoch = Epoch(0)
         """Of the Begins that the socket thread has seen; the compute thread may be behind."""
 
@@ -130,7 +135,7 @@ class StageHost:
     # ---------------------------------------------------------------- the compute thread
 
     def _load(self, load: Load) -> None:
-        share_gpu_memory(load.memory_share)
+        self._cache_bytes = share_gpu_memory(load.memory_share)
         try:
             if load.ring:
                 self._group = join_group(load.ring, load.rank, load.backend)
@@ -184,6 +189,8 @@ class StageHost:
             return  # sent before the head knew that this epoch was over
         try:
             self._stage.step(plan)
+            if plan.id % TRIM_EVERY == 0 and mx.get_cache_memory() > self._cache_bytes * FULL:
+                mx.clear_cache()
             if self._inbox.empty():
                 self._stage.settle()
         except StepFailed as failed:
@@ -242,21 +249,22 @@ def join_group(ring: tuple[str, ...], rank: int, backend: str) -> mx.distributed
         Path(hosts.name).unlink()
 
 
-def share_gpu_memory(share: float) -> None:
+def share_gpu_memory(share: float) -> int:
     """This process's part of the GPU's limits, so that several never take more than the machine bears.
 
-    MLX keeps what it frees up to its limit, and each process takes the whole GPU for its own.
+    MLX keeps what it frees up to its limit, and each process takes the whole GPU for its own. Returns how
+    many bytes it may keep here; where no limit is set, more than there is.
     """
-    if mx.default_device() != mx.gpu:
-        return
-    info = mx.device_info()
+    info = mx.device_info() if mx.default_device() == mx.gpu else {}
     whole = next((int(info[name]) for name in GPU_SIZES if name in info), 0)
     if not whole:
-        return
+        return sys.maxsize
     if mx.metal.is_available():
         mx.set_wired_limit(int(whole * share))
     mx.set_memory_limit(int(whole * share))
-    mx.set_cache_limit(int(whole * share / 8))
+    kept = int(whole * share / 8)
+    mx.set_cache_limit(kept)
+    return kept
 
 
 def peak_rss_bytes() -> int:
