@@ -119,12 +119,17 @@ def compute_environment() -> dict[str, str]:
     """What makes a stage compute well on this machine.
 
     MLX's wheel for Linux links the reference BLAS, which is some 20 times slower on float32 than
-    OpenBLAS. One thread each: stages share the machine, and two threads gained nothing.
+    OpenBLAS. One thread each: stages share the machine, and two threads gained nothing. Huge pages: a
+    step reads every weight, and most of what loading takes is page faults.
     """
     if platform.system() != "Linux":
         return {}
-    library = ctypes.util.find_library("openblas")
-    if library is None:
-        return {}
-    preload = " ".join(part for part in (library, os.environ.get("LD_PRELOAD")) if part)
-    return {"LD_PRELOAD": preload, "OPENBLAS_NUM_THREADS": "1"}
+    found = {"GLIBC_TUNABLES": _joined(":", "glibc.malloc.hugetlb=1", os.environ.get("GLIBC_TUNABLES"))}
+    if (library := ctypes.util.find_library("openblas")) is not None:
+        found["LD_PRELOAD"] = _joined(" ", library, os.environ.get("LD_PRELOAD"))
+        found["OPENBLAS_NUM_THREADS"] = "1"
+    return found
+
+
+def _joined(by: str, ours: str, theirs: str | None) -> str:
+    return f"{ours}{by}{theirs}" if theirs else ours

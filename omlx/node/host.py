@@ -253,15 +253,17 @@ def share_gpu_memory(share: float) -> int:
     """This process's part of the GPU's limits, so that several never take more than the machine bears.
 
     MLX keeps what it frees up to its limit, and each process takes the whole GPU for its own. Returns how
-    many bytes it may keep here; where no limit is set, more than there is.
+    many bytes of that it may keep; where no limit is set, more than there is. Only Metal's is: what is kept
+    there is missing for everything else on a Mac.
     """
     info = mx.device_info() if mx.default_device() == mx.gpu else {}
     whole = next((int(info[name]) for name in GPU_SIZES if name in info), 0)
     if not whole:
         return sys.maxsize
-    if mx.metal.is_available():
-        mx.set_wired_limit(int(whole * share))
     mx.set_memory_limit(int(whole * share))
+    if not mx.metal.is_available():
+        return sys.maxsize
+    mx.set_wired_limit(int(whole * share))
     kept = int(whole * share / 8)
     mx.set_cache_limit(kept)
     return kept

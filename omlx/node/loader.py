@@ -15,10 +15,12 @@ from omlx.node.slicing import HEADS, Cut, cut_model, refuse_uncuttable
 Progress = Callable[[int, int], None]
 """(bytes read, bytes in all)"""
 
-GROUP_BYTES = 64 * 2**20
-"""Read between two reports; what the caches of MLX may hold for reuse meanwhile."""
+REPORT_BYTES = 64 * 2**20
+"""Read between two calls of Progress."""
+TURNED_BYTES = 256 * 2**20
+"""The largest weight that is turned: for a moment it is in memory twice, and a stage has 300 MB to spare."""
 BLOCK_ROWS = 512
-"""Turned at a time: a block that the processor's own cache holds. Whole, an embedding takes twice as long."""
+"""Turned at a time: a block stays in the processor's cache. An embedding in one piece takes twice as long."""
 
 
 def load_span(folder: Path, start: int, end: int | None, progress: Progress) -> Cut:
@@ -52,41 +54,49 @@ def _open(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 def _multiplied(cut: Cut) -> dict[str, nn.Module]:
     """The modules whose weight is better turned, by the parameter's path; none where a GPU computes.
 
-    On the CPU, OpenBLAS reads a float32 weight [out, in] up to 1.4 times as fast when its columns are the
-    contiguous ones, and the sums keep their order. In half precision MLX multiplies by its own loops, and
-    loses by it.
+    The CPU's BLAS reads a float32 weight [out, in] up to 1.4 times as fast with its columns contiguous, and
+    adds in the same order. Not so with a bias: some add it first in the one layout and last in the other.
+    Half precision is multiplied by MLX's own loops, which lose by it.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return {}
     modules = dict(cut.model.named_modules())
-    found = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear,)
     if cut.last and not any(name.rpartition(".")[2] in HEADS for name in modules):
         # Without a head of its own, the model multiplies by its embedding.
-        found |= {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
-    return {f"{name}.weight": module for name, module in found.items() if module.weight.dtype == mx.float32}
+        kinds = (nn.Linear, nn.Embedding)
+    return {
+        f"{name}.weight": module
+        for name, module in modules.items()
+        if isinstance(module, kinds)
+        and "bias" not in module
+        and module.weight.dtype == mx.float32
+        and module.weight.nbytes <= TURNED_BYTES
+    }
 
 
 def _read(model: nn.Module, multiplied: dict[str, nn.Module], progress: Progress) -> None:
-    """Evaluate every parameter that is left after the cut, a few at a time; those of `multiplied` turned."""
+    """Evaluate every parameter that is left after the cut, one by one; those of `multiplied` turned."""
     flat: Any = tree_flatten(model.parameters())
-    parameters: list[tuple[str, mx.array]] = flat[::-1]
-    del flat
-    total = sum(array.nbytes for _, array in parameters)
+    # Popped, not iterated: a weight as it was read goes when the turned one takes its place.
+    waiting: list[tuple[str, mx.array]] = flat
+    waiting.reverse()
+    total = sum(array.nbytes for _, array in waiting)
     done = told = 0
-    while parameters:
-        path, array = parameters.pop()
+    while waiting:
+        path, array = waiting.pop()
         done += array.nbytes
         if module := multiplied.get(path):
             array = module.weight = _turned(array)
         mx.eval(array)
-        if done - told >= GROUP_BYTES or not parameters:
-            # The buffers that turned weights were read into, which would count as the stage's memory.
+        if done - told >= REPORT_BYTES or not waiting:
+            # MLX keeps the buffers that were read into; they would count as this process's memory.
             mx.clear_cache()
             told = done
             progress(done, total)
 
 
 def _turned(weight: mx.array) -> mx.array:
-    """The same values and shape [out, in], lazily, with columns contiguous instead of rows."""
+    """The same values in the same shape [out, in], lazily, with columns contiguous instead of rows."""
     blocks = [weight[row : row + BLOCK_ROWS].T for row in range(0, weight.shape[0], BLOCK_ROWS)]
     return mx.contiguous(mx.concatenate(blocks, axis=1)).T
