@@ -25,10 +25,10 @@ class Ask(msgspec.Struct, frozen=True):
     count: int
     """Tokens or steps."""
     prompt: tuple[int, ...] = (10,)
-    rows: int = 1
-    """Of `together`."""
     spans: tuple[tuple[int, int], ...] = ()
     """Half-open layer spans; empty: the whole model as one stage."""
+    rows: int = 1
+    """Of `together`."""
 
 
 class Told(msgspec.Struct, frozen=True):

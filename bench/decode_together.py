@@ -30,7 +30,7 @@ def through_engine(engine: Engine, rows: int) -> Run:
 def plain(bare: Bare, rows: int) -> Run:
     async def run() -> float:
         (prompt,) = prompts(1, PROMPT_TOKENS, 40_000)
-        return rows / (await bare.run(Ask("together", TOKENS, prompt, rows))).token_s
+        return rows / (await bare.run(Ask("together", TOKENS, prompt, rows=rows))).token_s
 
     return run
 

@@ -4,18 +4,24 @@ A plan that only decodes takes a + b * rows: a for reading the weights, b for ea
 keys. Prompt chunks add a term for each token and one for each pair of a token and a position before it.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import inf, sqrt
+from typing import Generic, TypeVar
 
 from omlx.node.step import Work
 
-FORGET = 0.98
-"""A sample's weight after the next one: the last fifty or so count."""
+K = TypeVar("K", bound=Hashable)
+FOLLOW = 0.05
+"""How far a kind's mean goes towards its next sample, once it has twenty."""
+FADE = 0.99
+"""A kind's weight after each sample of another kind, down to that of one sample: what was once learnt of
+other batch sizes stays, or else the line through the only one would be anyone's guess."""
+MOST_WEIGHT = 50.0
 RIDGE = 0.0003
 """Pulls what the samples leave open towards zero: with one batch size, all of a step is `fixed`."""
-OUTLIER = 4.0
+OUTLIER = 2.0
 """A sample is cut to so many times what was expected: another program had the machine for a moment."""
 TRUSTED = 4
 """So many samples make a batch size known."""
@@ -40,9 +46,24 @@ class StageCost:
     """Each pair of a chunk's token and a position before it, which attention looks at."""
     mixes: bool
     """Whether chunks and decoding rows share one forward."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """(rows, seconds) of decode steps as measured, by rows. A step is no line everywhere: BLAS and GPU
+    kernels change at certain batch sizes. Beyond these the line goes on from the nearest."""
 
     def decode(self, rows: int) -> float:
-        return self.fixed + self.row * rows if rows else 0.0
+        if not rows:
+            return 0.0
+        if not self.steps:
+            return self.fixed + self.row * rows
+        place = bisect_left(self.steps, (rows, 0.0))
+        if place == len(self.steps):
+            nearest, seconds = self.steps[-1]
+            return seconds + self.row * (rows - nearest)
+        above, seconds = self.steps[place]
+        if above == rows or not place:
+            return max(0.0, seconds - self.row * (above - rows))
+        below, less = self.steps[place - 1]
+        return less + (seconds - less) * (rows - below) / (above - below)
 
     def seconds(self, work: Work) -> float:
         if not work.tokens:
@@ -67,55 +88,88 @@ class StageCost:
         return (sqrt(linear * linear + 2 * self.pair * seconds) - linear) / self.pair if self.pair else inf
 
 
-class Fit:
-    """Least squares over samples that are forgotten exponentially; no coefficient is below zero."""
+@dataclass(slots=True)
+class Kind:
+    """Samples that are alike: how many, their means, and when the last one came."""
+
+    x: tuple[float, ...]
+    y: float
+    count: int = 1
+    last: int = 0
+
+
+class Fit(Generic[K]):
+    """Least squares over the means of kinds of samples; no coefficient is below zero."""
 
     def __init__(self, terms: int) -> None:
-        self._squares = [[0.0] * terms for _ in range(terms)]
-        self._products = [0.0] * terms
+        self._terms = terms
+        self._kinds: dict[K, Kind] = {}
         self.samples = 0
 
-    def add(self, x: Sequence[float], y: float, weight: float = 1.0) -> None:
+    def add(self, kind: K, x: tuple[float, ...], y: float) -> None:
         self.samples += 1
-        for i, a in enumerate(x):
-            self._products[i] = self._products[i] * FORGET + weight * a * y
-            for j, b in enumerate(x):
-                self._squares[i][j] = self._squares[i][j] * FORGET + weight * a * b
+        known = self._kinds.setdefault(kind, Kind(x, y, 0))
+        known.count += 1
+        known.last = self.samples
+        step = max(FOLLOW, 1 / known.count)
+        known.x = tuple(mean + step * (value - mean) for mean, value in zip(known.x, x, strict=True))
+        known.y += step * (y - known.y)
 
-    def solve(self) -> list[float]:
-        """Terms that come out negative are left out, the most negative first, and the others fitted anew."""
-        kept = [i for i in range(len(self._products)) if self._squares[i][i] > 0]
-        while kept:
-            found = self._solve(kept)
-            worst = min(range(len(kept)), key=found.__getitem__)
-            if found[worst] >= 0:
-                break
-            del kept[worst]
-        else:
-            found = []
-        whole = [0.0] * len(self._products)
-        for i, value in zip(kept, found, strict=True):
-            whole[i] = value
-        return whole
+    def solve(self, prior: tuple[tuple[float, ...], float] | None = None) -> list[float]:
+        """Terms that come out negative are left out, the most negative first, and the others fitted anew.
 
-    def _solve(self, kept: list[int]) -> list[float]:
-        """Gauss-Jordan on the normal equations, scaled to a unit diagonal. The first term bears no ridge."""
-        scale = [sqrt(self._squares[i][i]) for i in kept]
-        rows = [
-            [
-                self._squares[i][j] / (scale[a] * scale[b]) + (RIDGE if i == j and i else 0.0)
-                for b, j in enumerate(kept)
-            ]
-            + [self._products[i] / scale[a]]
-            for a, i in enumerate(kept)
-        ]
-        for p, pivot in enumerate(rows):
-            pivot[:] = [value / pivot[p] for value in pivot]
-            for row in rows:
-                if row is not pivot:
-                    factor = row[p]
-                    row[:] = [value - factor * other for value, other in zip(row, pivot, strict=True)]
-        return [row[-1] / scale[a] for a, row in enumerate(rows)]
+        prior: (x, y) of one sample more.
+        """
+        squares = [[0.0] * self._terms for _ in range(self._terms)]
+        products = [0.0] * self._terms
+        found = [(kind.x, kind.y, self._weight(kind)) for kind in self._kinds.values()]
+        for x, y, weight in [*found, (*prior, 1.0)] if prior is not None else found:
+            for i, a in enumerate(x):
+                products[i] += weight * a * y
+                for j, b in enumerate(x):
+                    squares[i][j] += weight * a * b
+        return _solve(squares, products)
+
+    def means(self) -> list[tuple[K, float]]:
+        """Of each kind that is trusted."""
+        return [(kind, known.y) for kind, known in self._kinds.items() if known.count >= TRUSTED]
+
+    def _weight(self, kind: Kind) -> float:
+        faded = min(kind.count, MOST_WEIGHT) * FADE ** (self.samples - kind.last)
+        return max(1.0, faded)
+
+
+def _solve(squares: list[list[float]], products: list[float]) -> list[float]:
+    kept = [i for i in range(len(products)) if squares[i][i] > 0]
+    found: list[float] = []
+    while kept:
+        found = _gauss(squares, products, kept)
+        worst = min(range(len(kept)), key=found.__getitem__)
+        if found[worst] >= 0:
+            break
+        del kept[worst]
+        found = []
+    whole = [0.0] * len(products)
+    for i, value in zip(kept, found, strict=True):
+        whole[i] = value
+    return whole
+
+
+def _gauss(squares: list[list[float]], products: list[float], kept: list[int]) -> list[float]:
+    """Gauss-Jordan on the normal equations, scaled to a unit diagonal. The first term bears no ridge."""
+    scale = [sqrt(squares[i][i]) for i in kept]
+    rows = [
+        [squares[i][j] / (scale[a] * scale[b]) + (RIDGE if i == j and i else 0.0) for b, j in enumerate(kept)]
+        + [products[i] / scale[a]]
+        for a, i in enumerate(kept)
+    ]
+    for p, pivot in enumerate(rows):
+        pivot[:] = [value / pivot[p] for value in pivot]
+        for row in rows:
+            if row is not pivot:
+                factor = row[p]
+                row[:] = [value - factor * other for value, other in zip(row, pivot, strict=True)]
+    return [row[-1] / scale[a] for a, row in enumerate(rows)]
 
 
 @dataclass(slots=True)
@@ -123,9 +177,10 @@ class StageMeter:
     """One stage's samples. One owner: the engine."""
 
     mixes: bool
-    _decode: Fit = field(default_factory=lambda: Fit(2))
-    _chunks: Fit = field(default_factory=lambda: Fit(3))
-    _rows: Counter[int] = field(default_factory=Counter)
+    _decode: Fit[int] = field(default_factory=lambda: Fit(2))
+    """By rows."""
+    _chunks: Fit[tuple[int, int]] = field(default_factory=lambda: Fit(3))
+    """By tokens and prefix, each within a factor of two."""
     _cost: StageCost | None = None
     _fresh: int = 0
     """Samples since it was fitted."""
@@ -135,20 +190,18 @@ class StageMeter:
         if own is not None and (expected := own.seconds(work)) > 0:
             seconds = min(seconds, OUTLIER * expected)
         if work.tokens:
-            if self._decode.samples and not self._chunks.samples:
-                # A chunk of one token is a row: this tells the fixed part from the tokens'.
-                self._chunks.add((1.0, 1.0, 0.0), sum(self._decode.solve()))
             rows = 0.0 if own is None else own.row * work.rows if self.mixes else own.decode(work.rows)
-            self._chunks.add((1.0, work.tokens, work.pairs), max(0.0, seconds - rows))
+            prefix = int(work.pairs / work.tokens)
+            kind = work.tokens.bit_length(), prefix.bit_length()
+            self._chunks.add(kind, (1.0, work.tokens, work.pairs), max(0.0, seconds - rows))
         elif work.rows:
-            self._decode.add((1.0, work.rows), seconds)
-            self._rows[work.rows] += 1
+            self._decode.add(work.rows, (1.0, work.rows), seconds)
         self._fresh += 1
 
     @property
     def known_rows(self) -> frozenset[int]:
         """The batch sizes that have been measured."""
-        return frozenset(rows for rows, count in self._rows.items() if count >= TRUSTED)
+        return frozenset(rows for rows, _ in self._decode.means())
 
     def cost(self) -> StageCost | None:
         """None before anything was measured."""
@@ -156,10 +209,12 @@ class StageMeter:
         if samples and (self._cost is None or self._fresh >= min(FIT_EVERY, samples // 4)):
             self._fresh = 0
             fixed, row = self._decode.solve()
-            chunk, token, pair = self._chunks.solve()
+            # A chunk of one token is a row: this tells a chunk's fixed part from its tokens'.
+            chunk, token, pair = self._chunks.solve(((1.0, 1.0, 0.0), fixed + row) if fixed else None)
             if not self._decode.samples:
                 fixed = chunk
             if not self._chunks.samples:
                 chunk, token = fixed, (fixed + row) * UNKNOWN_TOKEN
-            self._cost = StageCost(fixed, row, chunk, token, pair, self.mixes)
+            steps = tuple(sorted(self._decode.means()))
+            self._cost = StageCost(fixed, row, chunk, token, pair, self.mixes, steps)
         return self._cost

@@ -52,7 +52,7 @@ class Pace:
     def groups(self, rows: int, now: int, stages: int) -> int:
         """Into how many groups so many answers are dealt, 1 to stages + 1.
 
-        One step of all is weighed against more steps of fewer. A batch size that no fit reaches is tried.
+        One step of all is weighed against more steps of fewer. A batch size beyond the measured is tried.
         """
         if stages == 1 or rows < 2:
             return 1
@@ -60,7 +60,7 @@ class Pace:
             return min(stages, rows)
         if -(-rows // min(stages, rows)) < min(self.known_rows):
             return min(stages, rows)
-        if rows > 2 * max(self.known_rows):
+        if rows > max(self.known_rows):
             return 1
         now = min(now, rows)
         best = min(range(1, min(stages + 1, rows) + 1), key=lambda groups: self.round_s(rows, groups))

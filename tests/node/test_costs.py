@@ -161,7 +161,8 @@ def test_whatever_was_measured_no_cost_is_negative_or_infinite(
     for rows, tokens, prefix, took_s in samples:
         meter.add(chunk(tokens, prefix, rows), took_s)
         if (cost := meter.cost()) is not None:
-            values = [getattr(cost, each.name) for each in fields(cost) if each.name != "mixes"]
+            values = [getattr(cost, each.name) for each in fields(cost) if each.type is float]
+            values += [seconds for _, seconds in cost.steps]
             assert all(isfinite(value) and value >= 0 for value in values), cost
 
 
@@ -189,3 +190,14 @@ def test_no_time_is_enough_for_no_tokens_and_free_tokens_fit_without_end() -> No
     free = StageCost(0.02, 0.001, 0.02, 0.0, 0.0, mixes=False)
     assert MIXING.tokens_within(0.0, 100) == 0
     assert free.tokens_within(0.01, 100) == float("inf")
+
+
+@EITHER
+def test_long_answers_at_one_batch_size_do_not_make_the_others_forgotten(true: StageCost) -> None:
+    """Two stages flipped between one group of eight and two of four once a minute."""
+    meter = StageMeter(true.mixes)
+    observe(meter, true.seconds, decode(8), 20)
+    observe(meter, true.seconds, decode(4), 5000)
+    found = fitted(meter)
+    assert found.decode(8) == pytest.approx(true.decode(8), rel=0.05)
+    assert found.row == pytest.approx(true.row, rel=0.4)
