@@ -16,28 +16,21 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-
-from mlx.utils import tree_flatten
-from mlx_lm.models import llama
 
 from bench.alternate import Run, alternate, ratio
 from bench.engines import answer, prompts, running_engine
+from bench.narrow import VOCABULARY, narrow_llama
 from bench.pipeline import first_token, measure_beside, tell_beside
 from bench.record import Spread, tell
 from bench.slow_stage import Cost
 from omlx.cluster.local_actor import place_local
-from omlx.demo.cache import build_whole, default_cache
 from omlx.node.client import StageProcess
 from omlx.node.engine import Engine
 from omlx.settings import Settings
-from tests.models.tiny import COMMON, LLAMA, recipe, save_weights
-from tests.models.tokenizer import write_json
 
 MODEL = "narrow-llama"
 NARROW = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
-"""So narrow that its own computing is over long before the emulated one."""
-VOCABULARY = 500
+"""So narrow that its own computing is over long before the emulated one; four layers, four stages at most."""
 
 GPU = Cost(fixed=0.040, row=0.001, token=0.0008, pair=0.0008 / 16_384)
 """A whole model on something like a Mac's GPU: a step reads the weights, whatever the rows; from 16k tokens
@@ -59,18 +52,6 @@ LEARN_S, WATCH_S = 6.0, 15.0
 """Of the mixed load: not counted, and counted."""
 
 
-def narrow_model() -> Path:
-    """Built on first use; four layers, so at most four stages."""
-
-    def make(beside: Path) -> None:
-        config = COMMON | LLAMA | NARROW
-        model = llama.Model(llama.ModelArgs.from_dict(config))
-        save_weights(beside, dict(tree_flatten(model.parameters())))
-        write_json(beside / "config.json", config)
-
-    return build_whole(default_cache() / "tests" / MODEL, f"{recipe()} {NARROW}", make)
-
-
 @asynccontextmanager
 async def emulated(whole: Cost, shares: Sequence[float]) -> AsyncIterator[Engine]:
     """An engine whose stages have these shares of a model that costs `whole`."""
@@ -78,7 +59,7 @@ async def emulated(whole: Cost, shares: Sequence[float]) -> AsyncIterator[Engine
     async def place(index: int) -> StageProcess:
         return await place_local(index, whole.part(shares[index]).command)
 
-    async with running_engine(narrow_model(), len(shares), place) as engine:
+    async with running_engine(narrow_llama(MODEL, NARROW), len(shares), place) as engine:
         yield engine
 
 

@@ -1,10 +1,8 @@
 """Do two stages on a core each prefill twice as fast as one stage on one core, and do answers flow meanwhile?
 
-One line each; two_stages: cut as the coordinator cuts, halves: layer by layer.
-prefill_16k, prefill_4k: seconds to the first token of a prompt, on tiny-llama, where attention is nearly all,
-and on SmolLM2; *_plans: the steps it took. tiny-llama has but its halves: its head, which weighs as much as
-layers do, computes nothing for a prompt. short: eight prompts of 64 tokens at once, until all have their
-first token. ratio of these: one stage / two stages.
+One line each. prefill_16k, prefill_4k: seconds to the first token of a prompt, on a tiny llama of 24 layers,
+where attention is nearly all, and on SmolLM2; *_plans: the steps it took. short: eight prompts of 64 tokens
+at once, until all have their first token. ratio of these: one stage / two stages.
 beside: four answers run while a prompt is computed. *_gap_ratio: p95 of the time between an answer's tokens
 / the same without the prompt; *_first_ratio: the prompt's first token / alone; ratio: the worst gap ratio.
 Linux: it pins with taskset.
@@ -19,13 +17,16 @@ from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
 
 from bench.alternate import Run, alternate, ratio
-from bench.engines import answer, cut_evenly, model_folder, place_on_a_core, prompts, running_engine
+from bench.engines import answer, model_folder, place_on_a_core, prompts, running_engine
+from bench.narrow import narrow_llama
 from bench.record import Spread, tell
 from omlx.node.engine import Engine
 from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams
 
-MODEL, SMALL = "smollm2-135m-instruct-f32", "tiny-llama"
+MODEL, SMALL = "smollm2-135m-instruct-f32", "deep-llama"
+DEEP = {"num_hidden_layers": 24, "num_attention_heads": 1, "num_key_value_heads": 1}
+"""Of the last layer a chunk wants no more than keys and values: of four layers that were a quarter."""
 ROUNDS = 2
 WARM_UP = 8
 """In the round that is not counted a prompt is so many times shorter."""
@@ -182,22 +183,20 @@ async def short(one: Engine, two: Engine) -> None:
 
 
 async def main() -> None:
-    folder = model_folder(SMALL)
+    folder = narrow_llama(SMALL, DEEP)
     async with (
         running_engine(folder, 1, place_on_a_core) as one,
-        running_engine(folder, 2, place_on_a_core, cut=cut_evenly) as halves,
+        running_engine(folder, 2, place_on_a_core) as two,
     ):
-        await prefill("pipeline_prefill_16k", SMALL, {"one_stage": one, "halves": halves}, LONGER)
+        await prefill("pipeline_prefill_16k", SMALL, {"one_stage": one, "two_stages": two}, LONGER)
     folder = model_folder(MODEL)
     async with (
         running_engine(folder, 1, place_on_a_core) as one,
         running_engine(folder, 2, place_on_a_core) as two,
-        running_engine(folder, 2, place_on_a_core, cut=cut_evenly) as halves,
     ):
-        await short(one, two)
-        engines = {"one_stage": one, "two_stages": two, "halves": halves}
-        await prefill("pipeline_prefill_4k", MODEL, engines, LONG)
         engines = {"one_stage": one, "two_stages": two}
+        await prefill("pipeline_prefill_4k", MODEL, engines, LONG)
+        await short(one, two)
         tell_beside("pipeline_beside", MODEL, await measure_beside(engines, BESIDE, 1))
 
 

@@ -21,8 +21,9 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-HEAD_SHARE = 0.5
-"""What the head counts for beside layers of as many bytes: every step of answers reads it, no prompt does."""
+HEAD_SHARE = 0.25
+"""What the head counts for beside layers of as many bytes. Every step of answers reads it, in one go, which
+is faster; no prompt does, and prompts skip most of the last layer too."""
 SIZE = re.compile(r"(?P<number>\d{1,18}(\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 
 
@@ -127,8 +128,8 @@ def plan_work(
     """The layers over equally fast `nodes`, so that the slowest has the least to do; where that does not
     fit into their memory, by memory alone, as `plan_shards`.
 
-    Work is the weights that a step reads: those of the layers, and on the last stage half of norm and head,
-    which prompts skip; an embedding is looked up, not read. Raises like `plan_shards`.
+    Work is the weights that a step reads: those of the layers, and on the last stage a quarter of norm and
+    head (HEAD_SHARE); an embedding is looked up, not read. Raises like `plan_shards`.
     """
     _refuse_nonsense(manifest, nodes, context_tokens, sequences, step_tokens)
     load = LayerSums.of(manifest, context_tokens, sequences, step_tokens)

@@ -19,6 +19,8 @@ FADE = 0.99
 """A kind's weight after each sample of another kind, down to that of one sample: what was once learnt of
 other batch sizes stays, or else the line through the only one would be anyone's guess."""
 MOST_WEIGHT = 50.0
+LEAST_S = 1e-5
+"""Shorter times are not told apart."""
 RIDGE = 0.0003
 """Pulls what the samples leave open towards zero: with one batch size, all of a step is `fixed`."""
 OUTLIER = 2.0
@@ -49,6 +51,8 @@ class StageCost:
     steps: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of decode steps as measured, by rows. A step is no line everywhere: BLAS and GPU
     kernels change at certain batch sizes. Beyond these the line goes on from the nearest."""
+    beside: float = 0.0
+    """What decoding rows add to a forward of chunks, besides `row`: attention computes them apart."""
 
     def decode(self, rows: int) -> float:
         if not rows:
@@ -68,8 +72,13 @@ class StageCost:
     def seconds(self, work: Work) -> float:
         if not work.tokens:
             return self.decode(work.rows)
-        rows = self.row * work.rows if self.mixes else self.decode(work.rows)
-        return rows + self.chunk + self.chunk_part(work.tokens, work.pairs)
+        return self.rows_beside(work.rows) + self.chunk + self.chunk_part(work.tokens, work.pairs)
+
+    def rows_beside(self, rows: int) -> float:
+        """What decoding rows add to a plan with chunks."""
+        if not self.mixes:
+            return self.decode(rows)
+        return self.row * rows + (self.beside if rows else 0.0)
 
     def chunk_part(self, tokens: int, pairs: float) -> float:
         """What chunks add to a forward."""
@@ -99,7 +108,10 @@ class Kind:
 
 
 class Fit(Generic[K]):
-    """Least squares over the means of kinds of samples; no coefficient is below zero."""
+    """Least squares of relative errors over the means of kinds of samples; no coefficient is below zero.
+
+    Relative, or else chunks of half a second would say what those of fifty milliseconds take.
+    """
 
     def __init__(self, terms: int) -> None:
         self._terms = terms
@@ -123,7 +135,8 @@ class Fit(Generic[K]):
         squares = [[0.0] * self._terms for _ in range(self._terms)]
         products = [0.0] * self._terms
         found = [(kind.x, kind.y, self._weight(kind)) for kind in self._kinds.values()]
-        for x, y, weight in [*found, (*prior, 1.0)] if prior is not None else found:
+        for x, y, count in [*found, (*prior, 1.0)] if prior is not None else found:
+            weight = count / max(y, LEAST_S) ** 2
             for i, a in enumerate(x):
                 products[i] += weight * a * y
                 for j, b in enumerate(x):
@@ -179,8 +192,8 @@ class StageMeter:
     mixes: bool
     _decode: Fit[int] = field(default_factory=lambda: Fit(2))
     """By rows."""
-    _chunks: Fit[tuple[int, int]] = field(default_factory=lambda: Fit(3))
-    """By tokens and prefix, each within a factor of two."""
+    _chunks: Fit[tuple[int, int, bool]] = field(default_factory=lambda: Fit(4))
+    """By tokens and prefix, each within a factor of two, and whether rows share the forward."""
     _cost: StageCost | None = None
     _fresh: int = 0
     """Samples since it was fitted."""
@@ -190,10 +203,12 @@ class StageMeter:
         if own is not None and (expected := own.seconds(work)) > 0:
             seconds = min(seconds, OUTLIER * expected)
         if work.tokens:
-            rows = 0.0 if own is None else own.row * work.rows if self.mixes else own.decode(work.rows)
+            rows = own.rows_beside(work.rows) - own.beside if own is not None and work.rows else 0.0
             prefix = int(work.pairs / work.tokens)
-            kind = work.tokens.bit_length(), prefix.bit_length()
-            self._chunks.add(kind, (1.0, work.tokens, work.pairs), max(0.0, seconds - rows))
+            shared = self.mixes and work.rows > 0
+            kind = work.tokens.bit_length(), prefix.bit_length(), shared
+            x = (1.0, work.tokens, work.pairs, float(shared))
+            self._chunks.add(kind, x, max(0.0, seconds - rows))
         elif work.rows:
             self._decode.add(work.rows, (1.0, work.rows), seconds)
         self._fresh += 1
@@ -210,11 +225,12 @@ class StageMeter:
             self._fresh = 0
             fixed, row = self._decode.solve()
             # A chunk of one token is a row: this tells a chunk's fixed part from its tokens'.
-            chunk, token, pair = self._chunks.solve(((1.0, 1.0, 0.0), fixed + row) if fixed else None)
+            one_token = (1.0, 1.0, 0.0, 0.0), fixed + row
+            chunk, token, pair, beside = self._chunks.solve(one_token if fixed else None)
             if not self._decode.samples:
                 fixed = chunk
             if not self._chunks.samples:
                 chunk, token = fixed, (fixed + row) * UNKNOWN_TOKEN
             steps = tuple(sorted(self._decode.means()))
-            self._cost = StageCost(fixed, row, chunk, token, pair, self.mixes, steps)
+            self._cost = StageCost(fixed, row, chunk, token, pair, self.mixes, steps, beside)
         return self._cost

@@ -16,7 +16,7 @@ HOP_S = 0.0006
 GAIN = 0.95
 """Regrouping moves keys and values: the new round must be so much shorter than the old one."""
 LEAST_CHUNK = 32
-"""Tokens; the least that the first prompt gets on by, or fewer where they cost as much as their forward."""
+"""Tokens; the least that the first prompt gets on by, or fewer where they are dear."""
 MANY = 2**30
 """Tokens; where chunks were measured to cost nothing beside their forward."""
 MOST_CHUNKS = 16
@@ -76,16 +76,17 @@ class Pace:
         busy = groups * max(stage.decode(size) for stage in self.stages)
         carriers = apart or groups
         shared = not apart and all(stage.mixes for stage in self.stages)
-        fixed = 0.0 if shared else carriers * max(stage.chunk for stage in self.stages)
-        return max(0.0, slowdown * self.round_s(rows, groups) - busy - fixed) / carriers
+        own = max(stage.chunk + (stage.beside - stage.fixed if shared else 0.0) for stage in self.stages)
+        room = slowdown * self.round_s(rows, groups) - busy - carriers * max(0.0, own)
+        return max(0.0, room) / carriers
 
     @property
     def least_chunk(self) -> int:
-        """Tokens: a smaller chunk pays more for its forward than for itself."""
+        """Tokens: a smaller chunk pays twice as much for its forward as for itself."""
         slowest = max(self.stages, key=lambda stage: stage.token, default=None)
         if slowest is None or slowest.token <= 0:
             return LEAST_CHUNK
-        return max(1, min(LEAST_CHUNK, round(slowest.chunk / slowest.token)))
+        return max(1, min(LEAST_CHUNK, round(slowest.chunk / slowest.token / 2)))
 
     def first_chunk(self, total: int, most: int) -> int:
         """Tokens of a chunk without a prefix while no answer waits.

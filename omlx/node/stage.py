@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from omlx.errors import OutOfStep, StepFailed
 from omlx.ids import Epoch
@@ -63,8 +65,11 @@ class Launched:
     slices: tuple[Slice, ...]
     began: float
     """When its input was there."""
-    arrays: list[mx.array] = field(default_factory=list)
-    """What it computes."""
+    arrays: list[Any] = field(default_factory=list)
+    """What it computes, in any nesting."""
+    signs: list[mx.array] = field(default_factory=list)
+    """By these it is seen that all of that is done. No cache is among them: the next forward writes into its
+    arrays as soon as it is built, and to wait for one would compute that forward."""
     gives: mx.array | None = None
     """What goes to the neighbour behind."""
     draw: Draw | None = None
@@ -167,7 +172,7 @@ class Stage:
         if not self.launches_ahead:
             self._finish(down_to=0)
         with _blaming(slices):
-            mx.async_eval(launched.arrays)
+            mx.async_eval(launched.arrays, launched.signs)
         plan.began = plan.began or launched.began
         plan.launched = time.monotonic()
         self._air.append(launched)
@@ -177,13 +182,16 @@ class Stage:
         out = self._forward(x, blocks)
         if not self.cut.last:
             launched.gives = out
-            launched.arrays.append(out)
+            launched.signs.append(out)
             return
         # The head is lazy: a chunk of a prompt costs this stage its layers alone. Elsewhere the
         # caches are computed on the way to `out`, and naming each of them costs milliseconds.
         for block in blocks:
             if not block.slices[0].sample:
-                launched.arrays += [cache.state for cache in block.caches]
+                states = [cache.state for cache in block.caches]
+                launched.arrays += states
+                leaves: Any = tree_flatten(states)
+                launched.signs += [leaf[..., :1] for _, leaf in leaves if isinstance(leaf, mx.array)][-1:]
         if drawn := tuple(piece for piece in launched.slices if piece.sample):
             self._draw(launched, out, drawn)
 
@@ -222,8 +230,8 @@ class Stage:
             self.ahead.note(tuple(piece.seq for piece in drawn), draw.tokens)
         else:
             launched.gives = draw.tokens[:, None, None].astype(mx.int32)
-            launched.arrays.append(launched.gives)
-        launched.arrays += draw.arrays
+            launched.signs.append(launched.gives)
+        launched.signs += draw.arrays
 
     def _take(self, tag: Tag) -> mx.array:
         """From the source. What is in the air is finished first: whom it waits for may wait for that."""
@@ -256,7 +264,7 @@ class Stage:
 
     def wait(self, launched: Launched) -> None:
         """Until the device has computed it."""
-        mx.eval(launched.arrays)
+        mx.eval(launched.signs)
 
 
 @contextmanager

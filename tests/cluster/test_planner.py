@@ -274,7 +274,7 @@ def test_even_work_is_as_even_as_every_other_cut_could_make_it(
     assert slowest(cuts) == min(map(slowest, every))
 
 
-def test_half_of_the_head_counts_as_work_and_the_embedding_does_not() -> None:
+def test_a_part_of_the_head_counts_as_work_and_the_embedding_does_not() -> None:
     layers = [LayerBytes(100, LayerKv(per_token=1))] * 8
     nodes = [NodeBudget("a", PLENTY), NodeBudget("b", PLENTY)]
     tied = manifest_of(layers, tied=True, embedding_bytes=390, other_bytes=10)
