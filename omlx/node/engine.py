@@ -35,11 +35,11 @@ STALLED_AFTER_S = 30.0
 def look_ahead(step_s: float) -> int:
     """Plans of one group to keep in flight, so that the stages never wait for the head.
 
-    The head needs about a millisecond for a result and the next plan. Three hide it, and let a stage build
-    the next forward beside the one that it computes; short steps need more. Each costs a row that is thrown
-    away when an answer stops.
+    The head needs about a millisecond for a result and the next plan. Two hide it behind a step of tens of
+    milliseconds; short steps need more. Each costs a row that is thrown away when an answer stops, and a
+    newcomer a step of waiting.
     """
-    return 3 if step_s > 0.008 else 4
+    return 2 if step_s > 0.02 else 3 if step_s > 0.008 else 4
 
 
 class Stream:

@@ -316,10 +316,14 @@ class Scheduler:
             # Nobody waits for one stage alone: chunks of equal time are for those behind it.
             seconds = pace.added(first, 0) if len(pace.stages) > 1 else inf
             return Budget(pace, first, seconds, strict=False)
+        # Several who wait for their first token, and not for long, weigh as much as those who wait for the
+        # next one: a burst of questions is answered together, not one behind the other.
+        crowd = max(1.0, sum(prompt.left <= limits.step_tokens for prompt in prompts) / rows)
         if not pace.stages:
-            return Budget(pace, max(1, limits.step_tokens // UNMEASURED_PART))
+            tokens = min(limits.step_tokens, int(crowd * limits.step_tokens / UNMEASURED_PART))
+            return Budget(pace, max(1, tokens))
         apart = self._lanes_apart(self.groups)
-        seconds = pace.chunk_seconds(rows, self.groups, apart, limits.slowdown)
+        seconds = pace.chunk_seconds(rows, self.groups, apart, crowd * limits.slowdown)
         return Budget(pace, limits.step_tokens, self._swelled() * seconds)
 
     def _swelled(self) -> float:

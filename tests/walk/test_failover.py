@@ -222,6 +222,29 @@ def test_a_request_that_the_model_cannot_compute_fails_alone(stages: int, tiny: 
     asyncio.run(walk())
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_answer_that_cannot_be_computed_fails_alone_among_answers_of_the_same_forward(
+    stages: int, tiny: Tiny
+) -> None:
+    """What MLX raises names a forward, not a row: each of its sequences is tried alone."""
+    folder = tiny("tiny-llama")
+    healthy = [request(prompt, max_tokens=40) for prompt in PROMPTS]
+    guilty = request(PROMPTS[0], 40, SamplingParams(temperature=0, logit_bias=((POISON, 100.0),)))
+
+    async def walk() -> None:
+        place = partial(place_local, command=(sys.executable, "-c", POISONED))
+        async with engine(folder, stages, place=place) as (opened, scheduler):
+            alone = [await answer(opened, one) for one in healthy]
+            answering = asyncio.gather(*(answer(opened, one) for one in healthy))
+            with pytest.raises(RequestFailed):
+                await answer(opened, guilty)
+            assert await answering == alone
+            assert opened.health().state == "ready"
+            scheduler.check()
+
+    asyncio.run(walk())
+
+
 def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
 
