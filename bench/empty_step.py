@@ -19,7 +19,7 @@ from omlx.errors import StageLost
 from omlx.ids import Epoch, PlanId
 from omlx.node.engine import Engine
 from omlx.node.pipeline import Pipeline
-from omlx.node.step import StepPlan
+from omlx.node.step import StepPlan, StepResult
 
 MODEL = "tiny-llama"
 FOLDER = model_folder(MODEL)
@@ -40,9 +40,9 @@ def empty(pipeline: Pipeline) -> Run:
         started = time.perf_counter()
         for _ in range(STEPS):
             pipeline.send(StepPlan(PlanId(next(numbers)), EPOCH, (), (), ()))
-            event = await pipeline.events.get()
-            if isinstance(event, StageLost):
-                raise event
+            while not isinstance(event := await pipeline.events.get(), StepResult):
+                if isinstance(event, StageLost):
+                    raise event
         return (time.perf_counter() - started) / STEPS * 1e3
 
     return run
