@@ -14,7 +14,8 @@ from omlx.node.costs import StageCost
 HOP_S = 0.0006
 """One plan's way from a stage to the next, and its launch there."""
 GAIN = 0.95
-"""Regrouping moves keys and values: the new round must be so much shorter than the old one."""
+"""Regrouping moves keys and values: with more groups the round must be so much shorter."""
+BACK = 0.98
 LEAST_CHUNK = 32
 """Tokens; the least that the first prompt gets on by, or fewer where they are dear."""
 MANY = 2**30
@@ -62,9 +63,14 @@ class Pace:
             return min(stages, rows)
         if rows > max(self.known_rows):
             return 1
-        now = min(now, rows)
-        best = min(range(1, min(stages + 1, rows) + 1), key=lambda groups: self.round_s(rows, groups))
-        return best if self.round_s(rows, best) < GAIN * self.round_s(rows, now) else now
+        rounds = {groups: self.round_s(rows, groups) for groups in range(1, min(stages + 1, rows) + 1)}
+        chosen = min(now, max(rounds))
+        best = min(rounds, key=rounds.__getitem__)
+        if rounds[best] < GAIN * rounds[chosen]:
+            chosen = best
+        # Stages that share a machine take longer side by side than each alone, and fewer groups read the
+        # weights less often: back to them as soon as hardly anything is lost.
+        return min(groups for groups, took_s in rounds.items() if BACK * took_s <= rounds[chosen])
 
     def chunk_seconds(self, rows: int, groups: int, apart: int, slowdown: float) -> float:
         """What chunks may add to a plan of the slowest stage while `rows` answers decode, so that a round
