@@ -32,14 +32,16 @@ STALLED_AFTER_S = 30.0
 """Work on its way without a result for so long is reported as stalled."""
 
 
-def look_ahead(step_s: float) -> int:
+def look_ahead(step_s: float, stages: int) -> int:
     """Plans of one group to keep in flight, so that the stages never wait for the head.
 
     The head needs about a millisecond for a result and the next plan. Two hide it behind a step of tens of
-    milliseconds; short steps need more. Each costs a row that is thrown away when an answer stops, and a
-    newcomer a step of waiting.
+    milliseconds of one stage; short steps need more, and stages that wait for each other. Each costs a row
+    that is thrown away when an answer stops, and a newcomer a step of waiting.
     """
-    return 2 if step_s > 0.02 else 3 if step_s > 0.008 else 4
+    if step_s > 0.02 and stages == 1:
+        return 2
+    return 3 if step_s > 0.008 else 4
 
 
 class Stream:
@@ -205,7 +207,7 @@ class Engine:
         now = time.monotonic()
         if len(self._scheduler.in_flight) > 1:  # else the stages were waiting for us
             self._step_s += 0.1 * (now - self._progress - self._step_s)
-            self._scheduler.ahead = look_ahead(self._step_s)
+            self._scheduler.ahead = look_ahead(self._step_s, len(self.pipeline.stages))
         self._progress = now
         for seq, token in self._scheduler.commit(result):
             stream = self._streams[seq]

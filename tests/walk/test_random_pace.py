@@ -113,7 +113,7 @@ def test_texts_do_not_depend_on_the_pace(
         return Pace((way.costs,) * scheduler.limits.stages, frozenset({dice.randint(1, 8)}))
 
     monkeypatch.setattr(running.engine.meters, "pace", pace)
-    monkeypatch.setattr(engine_module, "look_ahead", lambda step_s: dice.randint(1, 5))
+    monkeypatch.setattr(engine_module, "look_ahead", lambda step_s, stages: dice.randint(1, 5))
     scheduler.limits = replace(scheduler.limits, step_tokens=way.step_tokens, slowdown=way.slowdown)
     scheduler.pace = pace()
 
