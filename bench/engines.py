@@ -4,10 +4,9 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from omlx.cluster.local_actor import STAGE, place_local
@@ -29,10 +28,6 @@ from tests.models.tiny import TINY, build_tiny, recipe
 WITHIN_S = 120.0
 """For a load and for a step; reached only where something hangs."""
 CONTEXT_TOKENS = 2048
-Spans = tuple[tuple[int, int | None], ...]
-"""PipelineSpec's."""
-CutIn = Callable[[Path, int], Spans]
-"""How a model's layers are cut in so many spans."""
 ROOMY = 2**40
 """A budget in bytes that decides nothing."""
 
@@ -61,25 +56,12 @@ async def place_on_a_core(index: int) -> StageProcess:
     return await place_local(index, ("taskset", "--cpu-list", str(core), *STAGE))
 
 
-def cut_as_served(folder: Path, stages: int) -> Spans:
-    """As the coordinator does."""
-    return tuple((span.start, span.end) for span in shards(folder, stages).spans)
-
-
-def cut_evenly(folder: Path, stages: int) -> Spans:
-    """The same number of layers for each stage, or one more for the later ones."""
-    layers = shards(folder, 1).spans[0].end
-    borders = [layers * i // stages for i in range(stages + 1)]
-    return tuple(pairwise(borders))
-
-
-def new_pipeline(
-    folder: Path, stages: int, place: Placement = place_local, cut: CutIn = cut_as_served
-) -> Pipeline:
+def new_pipeline(folder: Path, stages: int, place: Placement = place_local) -> Pipeline:
     """Not yet opened; its stages are child processes."""
+    spans: list[tuple[int, int | None]] = [(span.start, span.end) for span in shards(folder, stages).spans]
     spec = PipelineSpec(
         folder,
-        ((0, None),) if stages == 1 else cut(folder, stages),
+        ((0, None),) if stages == 1 else tuple(spans),
         load_timeout_s=WITHIN_S,
         step_timeout_s=WITHIN_S,
     )
@@ -93,7 +75,6 @@ async def running_engine(
     place: Placement = place_local,
     *,
     places: int | None = None,
-    cut: CutIn = cut_as_served,
     timeline: Timeline | None = None,
 ) -> AsyncIterator[Engine]:
     """An engine with the server's default limits; `places`: sequences that run at once."""
@@ -106,9 +87,7 @@ async def running_engine(
         slowdown=defaults["slowdown"].default,
         capacity_tokens=10**6,
     )
-    engine = Engine(
-        ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages, place, cut), timeline
-    )
+    engine = Engine(ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages, place), timeline)
     await engine.open(lambda done, total: None)
     try:
         yield engine

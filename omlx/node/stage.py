@@ -221,7 +221,7 @@ class Stage:
             if block.slices[0].sample:
                 wanted += range(positions + block.length - 1, positions + block.positions, block.length)
             positions += block.positions
-        out = self.mixed(x, blocks, wanted if 0 < len(wanted) < positions else None)
+        out = self.mixed(x, blocks, wanted or None)
         return out[0] if self.cut.last else out
 
     def _draw(self, launched: Launched, logits: mx.array, drawn: tuple[Slice, ...]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from omlx.cluster.local_actor import place_local
 from omlx.ids import Epoch, ModelId, PlanId, SeqId
@@ -143,6 +144,7 @@ def test_closing_twice_is_no_error(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "model.json")
     timeline.close()
     timeline.close()
+    assert {event["ph"] for event in read(tmp_path / "model.json")} == {"M"}
 
 
 def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
@@ -152,17 +154,13 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
-def test_a_full_disk_ends_it_quietly() -> None:
-    timeline = Timeline(FULL)
-    for number in range(1000):
-        timeline.sent(plan(number, 1), at=float(number))
-    timeline.close()
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
-def test_a_disk_that_is_full_when_it_is_closed_is_no_error_either() -> None:
-    """What was buffered is written then."""
-    Timeline(FULL).close()
+def test_a_full_disk_ends_it_with_one_warning_and_nothing_else() -> None:
+    with capture_logs() as logged:
+        timeline = Timeline(FULL)
+        for number in range(1000):
+            timeline.sent(plan(number, 1), at=float(number))
+        timeline.close()
+    assert [entry["event"] for entry in logged] == ["timeline ends"]
 
 
 @pytest.mark.anyio
