@@ -4,7 +4,9 @@
 
 For 1, 4, 16 and 64 sequences: tokens/s through the engine, against bare loops in a process of their own:
 mlx_lm's generate loop (1), plain batched steps, mlx_lm's BatchGenerator. Sides in turn, the order reversed
-every round. Needs a machine with a GPU; not among the benches that run everywhere.
+every round. A step here is the time in which the processor launches it (docs/LOG.md), and the processors of
+shared machines change by half from second to second: hence short sides and many rounds. Needs a machine with
+a GPU; not among the benches that run everywhere.
 """
 
 import asyncio
@@ -14,9 +16,10 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
-from bench.alternate import alternate, ratio
+from bench.alternate import Run, alternate, ratio
 from bench.engines import prompts, together
 from bench.record import Spread, tell
 from omlx.cluster.local_actor import compute_environment, place_local
@@ -42,10 +45,12 @@ SHAPE = {
     "torch_dtype": "bfloat16",
 }
 MODEL = "qwen3-8b shape, bf16"
-BATCHES = (1, 4, 16, 64)
+LOOPS = {1: ("generate",), 4: ("steps",), 16: ("steps", "generator"), 64: ("steps", "generator")}
+"""What a batch is compared with; the first is what its ratio is told of."""
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 128
-ROUNDS = 5
+ROUNDS = 12
+MYSELF = (sys.executable, "-m", "bench.fast_gpu")
 BARE_CACHE_BYTES = 16 * 2**30
 """MLX would keep what it frees up to the size of the GPU, which the engine's stage shares."""
 
@@ -140,7 +145,7 @@ async def through_engine(engine: Engine, batch: int) -> float:
 @asynccontextmanager
 async def both(folder: Path) -> AsyncIterator[tuple[Engine, asyncio.subprocess.Process]]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.fast_gpu", "bare", str(folder)),
+        *(*MYSELF, "bare", str(folder)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | compute_environment(),
@@ -148,8 +153,8 @@ async def both(folder: Path) -> AsyncIterator[tuple[Engine, asyncio.subprocess.P
     assert process.stdout is not None
     await process.stdout.readline()
     limits = Limits(places=64, queue=64, stages=1, step_tokens=512, slowdown=2.7, capacity_tokens=10**6)
-    # The bare process has the other half.
-    spec = PipelineSpec(folder, ((0, None),), load_timeout_s=300, step_timeout_s=120, memory_shares=(0.5,))
+    # The bare process needs its part.
+    spec = PipelineSpec(folder, ((0, None),), load_timeout_s=300, step_timeout_s=120, memory_shares=(0.4,))
     engine = Engine(ModelId("qwen3-8b-shape"), Scheduler(limits), Pipeline(spec, place_local))
     await engine.open(lambda done, total: None)
     try:
@@ -161,36 +166,39 @@ async def both(folder: Path) -> AsyncIterator[tuple[Engine, asyncio.subprocess.P
 
 
 async def main(folder: Path, batches: tuple[int, ...]) -> None:
-    build(folder)
-    async with both(folder) as (engine, process):
+    # In a process of its own: what it made would stay on the GPU.
+    builder = await asyncio.create_subprocess_exec(*MYSELF, "build", str(folder))
+    if await builder.wait():
+        raise SystemExit("bench: the model was not built")
+    for batch in batches:
+        # Two processes share the GPU; what MLX keeps of other sizes would fill it.
+        async with both(folder) as (engine, process):
+            await compare(engine, process, batch)
 
-        async def plain(loop: str, batch: int) -> float:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps([loop, batch]).encode() + b"\n")
-            rate: float = json.loads(await process.stdout.readline())
-            return rate
 
-        for batch in batches:
-            sides = {
-                "engine": lambda batch=batch: through_engine(engine, batch),
-                "steps": lambda batch=batch: plain("steps", batch),
-                "generator": lambda batch=batch: plain("generator", batch),
-            }
-            if batch == 1:
-                sides["generate"] = lambda: plain("generate", 1)
-            found = await alternate(sides, ROUNDS)
-            figures = {f"{name}_tps": Spread.of(values) for name, values in found.items()}
-            figures |= {
-                f"engine_over_{name}": Spread.of(a / b for a, b in zip(found["engine"], values, strict=True))
-                for name, values in found.items()
-                if name != "engine"
-            }
-            tell(f"fast_gpu_{batch}", MODEL, ratio(found["engine"], found["steps"]), figures)
+async def compare(engine: Engine, process: asyncio.subprocess.Process, batch: int) -> None:
+    async def plain(loop: str) -> float:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([loop, batch]).encode() + b"\n")
+        rate: float = json.loads(await process.stdout.readline())
+        return rate
+
+    loops = LOOPS.get(batch, ("steps",))
+    sides: dict[str, Run] = {loop: partial(plain, loop) for loop in loops}
+    found = await alternate({"engine": partial(through_engine, engine, batch)} | sides, ROUNDS)
+    figures = {f"{name}_tps": Spread.of(values) for name, values in found.items()}
+    figures |= {
+        f"engine_over_{loop}": Spread.of(a / b for a, b in zip(found["engine"], found[loop], strict=True))
+        for loop in loops
+    }
+    tell(f"fast_gpu_{batch}", MODEL, ratio(found["engine"], found[loops[0]]), figures)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["bare"]:
         bare(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["build"]:
+        build(Path(sys.argv[2]))
     else:
         where = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("bench/out/qwen3-8b-shape")
-        asyncio.run(main(where, tuple(map(int, sys.argv[2:])) or BATCHES))
+        asyncio.run(main(where, tuple(map(int, sys.argv[2:])) or tuple(LOOPS)))

@@ -251,9 +251,12 @@ def children() -> list[psutil.Process]:
 
 HEAD = textwrap.dedent(
     """
-    import asyncio, sys
+    import asyncio, signal, sys
     from pathlib import Path
     from tests.walk.engines import engine, request
+
+    # Whoever was started in the background by a shell ignores it, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     async def walk():
         async with engine(Path(sys.argv[1]), 2) as (opened, _):
@@ -280,6 +283,9 @@ def test_a_head_that_goes_in_any_way_leaves_no_stage_behind(how: signal.Signals,
         stages = [psutil.Process(int(pid)) for pid in head.stdout.readline().split()]
         assert len(stages) == 2
         head.send_signal(how)
-        head.wait(timeout=20)
+        try:
+            head.wait(timeout=20)
+        finally:
+            head.kill()
         _, alive = psutil.wait_procs(stages, timeout=5)
         assert not alive
