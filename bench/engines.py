@@ -3,12 +3,15 @@
 import asyncio
 import os
 import random
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from omlx.cache.identity import model_root
+from omlx.cluster.keeping import PLAIN
 from omlx.cluster.local_actor import STAGE, place_local
 from omlx.cluster.planner import NodeBudget, ShardPlan, plan_work
 from omlx.demo.cache import build_whole, default_cache
@@ -16,12 +19,15 @@ from omlx.demo.models import build
 from omlx.ids import ModelId
 from omlx.node.client import Placement, StageProcess
 from omlx.node.engine import Engine
+from omlx.node.limits import Limits
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
-from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.prefixes import Hold
+from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams
 from omlx.node.timeline import Timeline
+from omlx.node.wire import CacheSpec
 from omlx.settings import Settings
 from tests.models.tiny import TINY, build_tiny, recipe
 
@@ -30,6 +36,37 @@ WITHIN_S = 120.0
 CONTEXT_TOKENS = 2048
 ROOMY = 2**40
 """A budget in bytes that decides nothing."""
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """An empty one until the block ends, where caches are: the system's folder for such may lie in RAM."""
+    default_cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=default_cache()) as folder:
+        yield Path(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an engine keeps of computed prefixes, in the server's default blocks."""
+
+    cold: Path
+    """A folder on the SSD."""
+    hot_bytes: int = 2**30
+    """Of each stage's RAM."""
+
+    def spec(self, folder: Path) -> CacheSpec:
+        block_tokens = Settings.model_fields["cache_block_tokens"].default
+        return CacheSpec(model_root(folder, None, PLAIN), block_tokens, str(self.cold), floor_bytes=0)
+
+    def hold(self, stages: int) -> Hold:
+        defaults = Settings.model_fields
+        return Hold(
+            hot_bytes=(self.hot_bytes,) * stages,
+            cold_bytes=ROOMY,
+            block_tokens=defaults["cache_block_tokens"].default,
+            snapshot_tokens=defaults["cache_snapshot_tokens"].default,
+        )
 
 
 def model_folder(name: str) -> Path:
@@ -56,7 +93,9 @@ async def place_on_a_core(index: int) -> StageProcess:
     return await place_local(index, ("taskset", "--cpu-list", str(core), *STAGE))
 
 
-def new_pipeline(folder: Path, stages: int, place: Placement = place_local) -> Pipeline:
+def new_pipeline(
+    folder: Path, stages: int, place: Placement = place_local, kept: Kept | None = None
+) -> Pipeline:
     """Not yet opened; its stages are child processes."""
     spans: list[tuple[int, int | None]] = [(span.start, span.end) for span in shards(folder, stages).spans]
     spec = PipelineSpec(
@@ -64,6 +103,7 @@ def new_pipeline(folder: Path, stages: int, place: Placement = place_local) -> P
         ((0, None),) if stages == 1 else tuple(spans),
         load_timeout_s=WITHIN_S,
         step_timeout_s=WITHIN_S,
+        cache=kept.spec(folder) if kept is not None else None,
     )
     return Pipeline(spec, place)
 
@@ -76,8 +116,10 @@ async def running_engine(
     *,
     places: int | None = None,
     timeline: Timeline | None = None,
+    kept: Kept | None = None,
 ) -> AsyncIterator[Engine]:
-    """An engine with the server's default limits; `places`: sequences that run at once."""
+    """An engine with the server's default limits; `places`: sequences that run at once. Without `kept`
+    nothing is kept."""
     defaults = Settings.model_fields
     limits = Limits(
         places=places or defaults["max_concurrent_requests"].default,
@@ -87,7 +129,9 @@ async def running_engine(
         slowdown=defaults["slowdown"].default,
         capacity_tokens=10**6,
     )
-    engine = Engine(ModelId(folder.name), Scheduler(limits), new_pipeline(folder, stages, place), timeline)
+    pipeline = new_pipeline(folder, stages, place, kept)
+    hold = kept.hold(stages) if kept is not None else None
+    engine = Engine(ModelId(folder.name), Scheduler(limits), pipeline, timeline, hold)
     await engine.open(lambda done, total: None)
     try:
         yield engine

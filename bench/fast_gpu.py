@@ -25,8 +25,9 @@ from bench.record import Spread, tell
 from omlx.cluster.local_actor import compute_environment, place_local
 from omlx.ids import ModelId
 from omlx.node.engine import Engine
+from omlx.node.limits import Limits
 from omlx.node.pipeline import Pipeline, PipelineSpec
-from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.scheduler import Scheduler
 
 SHAPE = {
     "model_type": "qwen3",

@@ -1,4 +1,4 @@
-"""The commands, and the composition root: `omlx serve`, `demo`, `models`, `plan`, `bench`."""
+"""The commands, and the composition root: `omlx serve`, `demo`, `models`, `plan`, `bench`, `cache`."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from omlx import __version__
+from omlx import __version__, cache_commands
 from omlx.cluster.planner import gigabytes, parse_node, plan_shards
 from omlx.errors import BadSetting, OmlxError, Refused
 from omlx.node.library import Library, scan
@@ -35,6 +35,7 @@ app = typer.Typer(
     epilog="Every flag of serve is also an environment variable (OMLX_PORT) and a line of "
     "~/.omlx/settings.json; the flag wins, then the variable, then the file.",
 )
+app.add_typer(cache_commands.app, name="cache")
 console = Console()
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -46,6 +47,32 @@ ModelArgument = Annotated[
 ]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"] | None, typer.Option(help="\\[default: info]")
+]
+Port = Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")]
+Stages = Annotated[int | None, typer.Option(help="Stage processes per model on this machine \\[default: 1].")]
+Link = Annotated[
+    Literal["tcp", "ring", "jaccl"] | None,
+    typer.Option(help="How stages hand on hidden states \\[default: tcp]."),
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Write each model's steps into this folder, as a timeline for Perfetto.")
+]
+Cache = Annotated[
+    bool | None,
+    typer.Option(
+        "--cache/--no-cache", help="Keep what was computed of prompts, in RAM and on disk \\[default: yes]."
+    ),
+]
+HotCacheSize = Annotated[
+    str | None,
+    typer.Option(help="RAM for it: 8GB, or a share of what models may take; 0: none \\[default: 10%]."),
+]
+CacheFolder = Annotated[
+    Path | None, typer.Option(help="Folder for it, on a fast disk \\[default: ~/.omlx/cache].")
+]
+ColdCacheSize = Annotated[
+    str | None,
+    typer.Option(help="Most it takes there: 50GB, or a share of the disk; 0: none \\[default: 10%]."),
 ]
 
 
@@ -69,10 +96,8 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
     context: typer.Context,
     model_dir: ModelArgument = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on \\[default: 127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")] = None,
-    stages: Annotated[
-        int | None, typer.Option(help="Stage processes per model on this machine \\[default: 1].")
-    ] = None,
+    port: Port = None,
+    stages: Stages = None,
     max_concurrent_requests: Annotated[
         int | None, typer.Option(help="Requests that run at once, per model \\[default: 8].")
     ] = None,
@@ -89,14 +114,12 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
     context_tokens: Annotated[
         int | None, typer.Option(help="Longest prompt and answer \\[default: the model's own].")
     ] = None,
-    link: Annotated[
-        Literal["tcp", "ring", "jaccl"] | None,
-        typer.Option(help="How stages hand on hidden states \\[default: tcp]."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write each model's steps into this folder, as a timeline for Perfetto."),
-    ] = None,
+    cache: Cache = None,
+    hot_cache_max_size: HotCacheSize = None,
+    paged_ssd_cache_dir: CacheFolder = None,
+    paged_ssd_cache_max_size: ColdCacheSize = None,
+    link: Link = None,
+    trace: Trace = None,
     api_key: Annotated[
         str | None, typer.Option(help="Ask every client for this key; needed to listen beyond this machine.")
     ] = None,
@@ -118,6 +141,10 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
         step_tokens=step_tokens,
         slowdown=slowdown,
         context_tokens=context_tokens,
+        cache=cache,
+        hot_cache_max_size=hot_cache_max_size,
+        paged_ssd_cache_dir=paged_ssd_cache_dir,
+        paged_ssd_cache_max_size=paged_ssd_cache_max_size,
         link=link,
         trace=trace,
         api_key=api_key,
@@ -129,10 +156,8 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
 @app.command()
 def demo(
     once: Annotated[bool, typer.Option("--once", help="End after the answer instead of serving on.")] = False,
-    port: Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")] = None,
-    stages: Annotated[
-        int | None, typer.Option(help="Stage processes on this machine \\[default: 1].")
-    ] = None,
+    port: Port = None,
+    stages: Stages = None,
 ) -> None:
     """Build the embedded model (SmolLM2 135M Instruct, from a PyPI wheel), serve it, ask it a question."""
     from omlx.demo.cache import default_cache

@@ -13,3 +13,6 @@ PlanId = NewType("PlanId", int)
 
 Epoch = NewType("Epoch", int)
 """Counts the rebuilds of a pipeline: it grows by one whenever a stage was lost."""
+
+BlockId = NewType("BlockId", bytes)
+"""A run of tokens and all that came before it, as a chained digest of 16 bytes."""

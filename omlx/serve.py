@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from omlx.cluster.coordinator import Coordinator, LoadProgress
+from omlx.cluster.keeping import keeping
 from omlx.cluster.local_actor import Spare, discard_all, place_from
 from omlx.cluster.machine import memory_available_bytes, memory_ceiling_bytes
 from omlx.errors import BadModel, BadSetting
@@ -98,19 +99,13 @@ def find_models(settings: Settings) -> Library:
 async def running(
     settings: Settings, library: Library, place: Placement, progress: LoadProgress
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator for `library`, closed in the end."""
-    coordinator = Coordinator(
-        library,
-        settings,
-        place,
-        memory_ceiling_bytes(),
-        memory_available_bytes,
-        progress,
-    )
-    try:
-        yield coordinator
-    finally:
-        await coordinator.close()
+    """A coordinator for `library`, closed in the end. Raises BadSetting for a cache folder of no use."""
+    with keeping(settings, memory_ceiling_bytes()) as kept:
+        coordinator = Coordinator(library, settings, place, kept, memory_available_bytes, progress)
+        try:
+            yield coordinator
+        finally:
+            await coordinator.close()
 
 
 async def serve(

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     JsonConfigSettingsSource,
@@ -12,9 +12,20 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from omlx.cache.budget import parse_size
 from omlx.errors import BadSetting
 
 SETTINGS_FILE = Path("~/.omlx/settings.json").expanduser()
+OF_THE_CACHE = (
+    "hot_cache_max_size",
+    "paged_ssd_cache_dir",
+    "paged_ssd_cache_max_size",
+    "cache_block_tokens",
+    "cache_snapshot_tokens",
+)
+SWITCH = TypeAdapter(bool)
+Size = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""As `omlx.cache.budget.parse_size` reads it; in the file it may be a number of bytes."""
 
 
 class Settings(BaseSettings):
@@ -48,6 +59,17 @@ class Settings(BaseSettings):
     """While prompts are computed, running answers' tokens come at most this many times slower."""
     context_tokens: int | None = Field(default=None, ge=16)
     """Longest prompt + answer; default: what the model's config says."""
+    cache: bool = True
+    """Whether keys and values of prompts are kept. Without, no other setting of the cache is looked at."""
+    hot_cache_max_size: Size = "10%"
+    """RAM for them: bytes, or a share of what all models may take; 0: none."""
+    paged_ssd_cache_dir: Path = Path("~/.omlx/cache")
+    paged_ssd_cache_max_size: Size = "10%"
+    """For all models: bytes, or a share of that folder's volume; 0: nothing is written."""
+    cache_block_tokens: int = Field(default=256, ge=16, le=8192)
+    """What is kept, found and given up together."""
+    cache_snapshot_tokens: int = Field(default=1024, ge=16)
+    """Recurrent layers' states are kept this often; a multiple of the block."""
     keepalive_s: float = Field(default=10.0, gt=0)
     """A stream that has nothing to say sends an SSE comment this often, in seconds."""
     load_timeout_s: float = Field(default=900.0, gt=0)
@@ -56,6 +78,38 @@ class Settings(BaseSettings):
     trace: Path | None = None
     """Folder for a timeline of every model's steps, to be opened in Perfetto."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_a_cache(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """--no-cache is the way out when something is wrong with the cache, its settings included."""
+        try:
+            cache = SWITCH.validate_python(given.get("cache", True))
+        except ValidationError:
+            return given  # the field itself says what is wrong
+        return given if cache else {name: value for name, value in given.items() if name not in OF_THE_CACHE}
+
+    @field_validator("paged_ssd_cache_dir")
+    @classmethod
+    def _absolute(cls, folder: Path) -> Path:
+        """It means the same folder in every process."""
+        try:
+            return folder.expanduser().absolute()
+        except RuntimeError as error:
+            raise BadSetting(
+                f"setting paged_ssd_cache_dir = '{folder}': there is no such home folder"
+            ) from error
+
+    @model_validator(mode="after")
+    def _check_the_cache(self) -> Self:
+        parse_size(self.hot_cache_max_size, 0, "hot_cache_max_size")
+        parse_size(self.paged_ssd_cache_max_size, 0, "paged_ssd_cache_max_size")
+        if self.cache_snapshot_tokens % self.cache_block_tokens:
+            raise BadSetting(
+                f"setting cache_snapshot_tokens = {self.cache_snapshot_tokens}: must be a multiple of "
+                f"cache_block_tokens, which is {self.cache_block_tokens}"
+            )
+        return self
 
     @classmethod
     def settings_customise_sources(

@@ -14,6 +14,12 @@ from tests.models.tiny import TINY, build_tiny, recipe
 NO_SKIPS = os.environ.get("OMLX_NO_SKIPS") == "1"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test keeps blocks in the user's own folder."""
+    os.environ["OMLX_PAGED_SSD_CACHE_DIR"] = str(tmp_path_factory.mktemp("blocks"))
+
+
 @pytest.fixture(scope="session")
 def cache() -> Path:
     """The user's own cache folder: what a test builds there is found again by the next run."""

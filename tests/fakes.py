@@ -18,10 +18,12 @@ class ScriptedSource:
         tokens: Iterable[int | Token],
         fails: Exception | None = None,
         refuses: Exception | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         self.tokens = tuple(tokens)
         self.fails = fails
         self.refuses = refuses
+        self.cached_tokens = cached_tokens
         self.requests: list[Request] = []
         self.streams: list[ScriptedStream] = []
 
@@ -50,6 +52,7 @@ class ScriptedStream:
         self.read = 0
         self.ended = False
         self.cancelled = False
+        self.cached_tokens = 0
 
     def __aiter__(self) -> AsyncIterator[Token]:
         return self
@@ -57,6 +60,7 @@ class ScriptedStream:
     async def __anext__(self) -> Token:
         assert not self.cancelled, "read after it was closed"
         assert not self.ended, "read after its last token"
+        self.cached_tokens = self.source.cached_tokens
         if self.read == len(self.source.tokens):
             self.ended = True
             if self.source.fails is not None:

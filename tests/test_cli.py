@@ -55,7 +55,7 @@ def changed(folder: Path, into: Path, **config: object) -> Path:
 def test_the_version_and_a_help_that_names_every_command() -> None:
     assert omlx("--version").stdout.strip() == f"omlx {__version__}"
     text = omlx("--help").stdout
-    for command in ("serve", "demo", "models", "plan", "bench"):
+    for command in ("serve", "demo", "models", "plan", "bench", "cache"):
         assert command in text
         assert omlx(command, "--help").returncode == 0
 
@@ -163,6 +163,46 @@ def test_flag_beats_environment_beats_file_and_a_bad_value_is_named(tiny: Tiny, 
     assert "prot" in refused("serve", folder, HOME=str(home))
     file.write_text("{\n\nport")
     assert "line 3" in refused("serve", folder, HOME=str(home))
+
+
+def test_a_size_that_is_none_is_refused_before_anything_is_looked_at(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tiny("tiny-llama")
+    line = refused("serve", tmp_path / "nowhere", "--hot-cache-max-size", "lots")
+    assert line.startswith("omlx: setting hot_cache_max_size = 'lots': must be bytes such as 8GB")
+    line = refused("serve", folder, OMLX_PAGED_SSD_CACHE_MAX_SIZE="8 gigs")
+    assert "paged_ssd_cache_max_size = '8 gigs'" in line
+    assert "cache_block_tokens" in refused("serve", folder, OMLX_CACHE_BLOCK_TOKENS="8")
+    line = refused("serve", folder, OMLX_CACHE_SNAPSHOT_TOKENS="1000")
+    assert "cache_snapshot_tokens = 1000" in line and "multiple of cache_block_tokens, which is 256" in line
+    assert "home folder" in refused("serve", folder, "--paged-ssd-cache-dir", "~no-such-user-here/cache")
+
+
+def test_no_cache_works_whatever_the_other_settings_of_the_cache_say(tiny: Tiny, tmp_path: Path) -> None:
+    """It comes as far as the port, which is taken."""
+    folder = tiny("tiny-llama")
+    (tmp_path / ".omlx").mkdir()
+    file = tmp_path / ".omlx" / "settings.json"
+    file.write_text('{"hot_cache_max_size": null, "paged_ssd_cache_max_size": [], "cache_block_tokens": "x"}')
+    wrong = {
+        "HOME": str(tmp_path),
+        "OMLX_CACHE_SNAPSHOT_TOKENS": "1",
+        "OMLX_PAGED_SSD_CACHE_DIR": "~nobody-here",
+    }
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = str(holder.getsockname()[1])
+        assert "port" not in refused("serve", folder, "--port", taken, **wrong)
+        flags = ["--port", taken, "--hot-cache-max-size", "lots"]
+        assert f":{taken}" in refused("serve", folder, *flags, "--no-cache", **wrong)
+        assert f":{taken}" in refused("serve", folder, *flags, OMLX_CACHE="off", **wrong)
+        assert "hot_cache_max_size" in refused("serve", folder, *flags, "--cache", OMLX_CACHE="off")
+
+
+def test_a_size_may_be_a_number_in_the_file(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / ".omlx").mkdir()
+    (tmp_path / ".omlx" / "settings.json").write_text('{"hot_cache_max_size": 8000000000}')
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = str(holder.getsockname()[1])
+        assert f":{taken}" in refused("serve", tiny("tiny-llama"), "--port", taken, HOME=str(tmp_path))
 
 
 def test_models_lists_what_would_be_served_and_what_is_wrong_with_the_rest(

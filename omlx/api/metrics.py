@@ -59,6 +59,7 @@ class ModelsCollector(Collector):
                 counter.add_metric([model], value(own))
             yield counter
         yield from _of_stages(figures)
+        yield from _of_tiers(figures)
         rounds = GaugeMetricFamily(
             "omlx_predicted_round_seconds",
             "From one token of an answer to the next, with the running answers in so many groups",
@@ -82,6 +83,15 @@ COUNTERS: tuple[Reading, ...] = (
     ("drawn_tokens", "Tokens drawn, those thrown away behind a stop included", lambda own: own.drawn_tokens),
     ("prompt_tokens", "Prompt tokens computed, again after a lost stage", lambda own: own.prompt_tokens),
     ("recoveries", "Pipelines rebuilt after a lost stage", lambda own: own.recoveries),
+    ("prefix_lookups", "Prompts that were looked up in the cache", lambda own: own.cache.lookups),
+    ("prefix_hit_tokens", "Prompt tokens found there, not computed", lambda own: own.cache.hit_tokens),
+    ("prefix_missed_tokens", "Prompt tokens not found there", lambda own: own.cache.missed_tokens),
+    ("kv_restored_blocks", "Blocks laid back from RAM", lambda own: own.cache.restored_blocks),
+    ("kv_fetched_blocks", "Blocks read from disk into RAM", lambda own: own.cache.fetched_blocks),
+    ("kv_spilled_blocks", "Blocks written to disk", lambda own: own.cache.spilled_blocks),
+    ("kv_evicted_blocks", "Blocks given up in RAM to make room", lambda own: own.cache.evicted_blocks),
+    ("kv_dropped_writes", "Blocks that were not written to disk", lambda own: own.cache.dropped_writes),
+    ("kv_given_up_fetches", "Reads given up for computing", lambda own: own.cache.given_up_fetches),
 )
 
 
@@ -100,3 +110,21 @@ def _of_stages(figures: dict[str, ModelFigures]) -> Iterator[Metric]:
             for part in PARTS if stage.cost is not None else ():
                 cost.add_metric([model, str(number), part], getattr(stage.cost, part))
     yield from (busy, cost)
+
+
+def _of_tiers(figures: dict[str, ModelFigures]) -> Iterator[Metric]:
+    labels = ["model", "tier", "stage"]
+    blocks = GaugeMetricFamily(
+        "omlx_kv_blocks", "Blocks of keys and values that a stage keeps", labels=labels
+    )
+    sizes = GaugeMetricFamily("omlx_kv_bytes", "Bytes that they take, in RAM or on disk", labels=labels)
+    for model, own in figures.items():
+        for family, tier, numbers in (
+            (blocks, "hot", own.cache.hot_blocks),
+            (blocks, "cold", own.cache.cold_blocks),
+            (sizes, "hot", own.cache.hot_bytes),
+            (sizes, "cold", own.cache.cold_bytes),
+        ):
+            for stage, number in enumerate(numbers):
+                family.add_metric([model, tier, str(stage)], number)
+    yield from (blocks, sizes)

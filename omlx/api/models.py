@@ -16,6 +16,10 @@ class Reply(Protocol):
     @property
     def prompt_tokens(self) -> int: ...
     @property
+    def cached_tokens(self) -> int:
+        """Of prompt_tokens."""
+
+    @property
     def completion_tokens(self) -> int: ...
     @property
     def reasoning_tokens(self) -> int: ...

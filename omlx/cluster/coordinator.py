@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from omlx.cluster.capacity import capacity_tokens
+from omlx.cluster.keeping import Keeping
 from omlx.cluster.local_actor import free_ring
 from omlx.cluster.planner import NodeBudget, ShardPlan, StagePlan, plan_work
 from omlx.errors import BadModel, BadSetting, Closed, DoesNotFit
@@ -21,12 +22,15 @@ from omlx.node.client import Placement
 from omlx.node.engine import Engine
 from omlx.node.health import ModelCard, ModelHealth
 from omlx.node.library import Library
+from omlx.node.limits import Limits
 from omlx.node.manifest import ModelManifest, read_manifest
 from omlx.node.meters import ModelFigures
 from omlx.node.model_config import read_config
 from omlx.node.pipeline import Pipeline, PipelineSpec
-from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.prefixes import Hold
+from omlx.node.scheduler import Scheduler
 from omlx.node.timeline import Timeline
+from omlx.node.wire import CacheSpec
 from omlx.settings import Settings
 
 if TYPE_CHECKING:
@@ -56,7 +60,7 @@ class Served:
 class Coordinator:
     """One per server.
 
-    `ceiling_bytes` is what all models together may take, `available_bytes` what is free now. Loads go one
+    `keeping` knows what all models together may take, `available_bytes` what is free now. Loads go one
     after the other: each is planned with the memory that the one before has left.
     """
 
@@ -65,13 +69,14 @@ class Coordinator:
         library: Library,
         settings: Settings,
         place: Placement,
-        ceiling_bytes: int,
+        keeping: Keeping,
         available_bytes: Callable[[], int],
         progress: LoadProgress = lambda model, done, total: None,
     ) -> None:
         self._settings = settings
+        self._keeping = keeping
         self._place = place
-        self._ceiling_bytes = ceiling_bytes
+        self._ceiling_bytes = keeping.ceiling_bytes
         self._available_bytes = available_bytes
         self._progress = progress
         self._closed = False
@@ -148,10 +153,12 @@ class Coordinator:
         manifest = await asyncio.to_thread(read_manifest, folder)
         for warning in manifest.warnings:
             log.warning("model folder", model=id, what=warning)
-        plan = self._plan(id, manifest)
+        plan, hot_bytes = self._plan(id, manifest)
+        cache = await asyncio.to_thread(self._keeping.identify, id, folder)
         capacity = capacity_tokens(manifest, plan, self._settings.max_concurrent_requests)
         context = min(self._context[id], capacity)
-        engine = self._engine(id, folder, plan, capacity)
+        hold = self._keeping.hold(plan, hot_bytes)
+        engine = self._engine(id, folder, plan, capacity, cache, hold)
         making = asyncio.create_task(
             asyncio.to_thread(_chat_model, id, folder, engine, context), name=f"tokenizer-{id}"
         )
@@ -171,31 +178,52 @@ class Coordinator:
             capacity_tokens=capacity,
         )
         self._context[id] = context
-        used = sum(stage.weights + stage.kv for stage in plan.stages)
+        if cache is not None:
+            await asyncio.to_thread(self._keeping.loaded, cache.root, engine.housekeeper.cold_bytes)
+        used = hot_bytes + sum(stage.weights + stage.kv for stage in plan.stages)
         return Served(engine, chat, used)
 
-    def _plan(self, id: ModelId, manifest: ModelManifest) -> ShardPlan:
+    def _plan(self, id: ModelId, manifest: ModelManifest) -> tuple[ShardPlan, int]:
+        """The plan, and the bytes that the hot tier has beside it: none where there is no room for both."""
         taken = sum(served.bytes for served in self._loaded() if served.engine.failure is None)
         budget = min(self._ceiling_bytes - taken, self._available_bytes())
-        stages = self._settings.stages
-        nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
+        hot_bytes = self._keeping.hot_bytes(len(self._entries))
         try:
-            return plan_work(
-                manifest,
-                nodes,
-                context_tokens=min(self._context[id], LEAST_CONTEXT_TOKENS),
-                sequences=1,
-                step_tokens=self._settings.step_tokens,
-            )
+            return self._plan_within(manifest, budget - hot_bytes, self._context[id]), hot_bytes
+        except DoesNotFit:
+            pass  # perhaps without
+        try:
+            plan = self._plan_within(manifest, budget, self._context[id])
         except DoesNotFit as error:
             raise DoesNotFit(f"{id} does not fit into memory: {error}", error.short_bytes) from error
+        log.warning("no memory is left for the hot tier", model=id, wanted_bytes=hot_bytes)
+        return plan, 0
+
+    def _plan_within(self, manifest: ModelManifest, budget: int, context: int) -> ShardPlan:
+        stages = self._settings.stages
+        nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
+        return plan_work(
+            manifest,
+            nodes,
+            context_tokens=min(context, LEAST_CONTEXT_TOKENS),
+            sequences=1,
+            step_tokens=self._settings.step_tokens,
+        )
 
     def _gpu_share(self, stage: StagePlan) -> float:
         """A stage's part of the GPU's limits; over all stages of all models they never exceed the whole."""
         alone = len(self._entries) == 1
         return min(1.0, (stage.node.bytes if alone else stage.used) / self._ceiling_bytes)
 
-    def _engine(self, id: ModelId, folder: Path, plan: ShardPlan, capacity: int) -> Engine:
+    def _engine(
+        self,
+        id: ModelId,
+        folder: Path,
+        plan: ShardPlan,
+        capacity: int,
+        cache: CacheSpec | None,
+        hold: Hold,
+    ) -> Engine:
         settings = self._settings
         whole = len(plan.stages) == 1
         spec = PipelineSpec(
@@ -206,6 +234,7 @@ class Coordinator:
             link=settings.link,
             ring=partial(free_ring, len(plan.stages)) if settings.link != "tcp" and not whole else None,
             memory_shares=tuple(self._gpu_share(stage) for stage in plan.stages),
+            cache=cache,
         )
         limits = Limits(
             places=settings.max_concurrent_requests,
@@ -215,7 +244,9 @@ class Coordinator:
             slowdown=settings.slowdown,
             capacity_tokens=capacity,
         )
-        return Engine(id, Scheduler(limits), Pipeline(spec, self._place), self._timeline(id))
+        engine = Engine(id, Scheduler(limits), Pipeline(spec, self._place), self._timeline(id), hold)
+        engine.housekeeper.over_budget = self._keeping.over
+        return engine
 
     def _timeline(self, id: ModelId) -> Timeline | None:
         """Raises BadSetting where none can be written."""

@@ -1,30 +1,16 @@
 """Which layers run where: contiguous spans over nodes of unequal memory, in exact bytes. Pure."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 
+from omlx.cache.budget import bytes_of
 from omlx.cluster.partition import LayerSums, best_cuts, even_cuts
 from omlx.errors import BadSetting, DoesNotFit, Refused
 from omlx.node.manifest import ModelManifest
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 HEAD_SHARE = 0.25
 """What the head counts for beside layers of as many bytes. Every step of answers reads it, in one go, which
 is faster; no prompt does, and prompts skip most of the last layer too."""
-SIZE = re.compile(r"(?P<number>\d{1,18}(\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +140,15 @@ def _cut(
 
 
 def parse_node(text: str) -> NodeBudget:
-    """`name=64GB`: GB is 10^9, GiB 2^30; also B, kB, MB, TB, KiB, MiB, TiB and plain bytes.
+    """`name=64GB`, the size as `bytes_of` reads it.
 
     Raises BadSetting when there is no name, no size, or a size that is not one.
     """
     name, equals, size = text.partition("=")
     name = name.strip()
-    match = SIZE.fullmatch(size.strip())
-    if not equals or not name or match is None or match["unit"].upper() not in UNITS:
+    amount = bytes_of(size)
+    if not equals or not name or amount is None:
         raise BadSetting(f"node {text!r} must read name=SIZE, such as studio=64GB (or MB, TB, GiB, bytes)")
-    amount = int(Decimal(match["number"]) * UNITS[match["unit"].upper()])
     if amount < 1:
         raise BadSetting(f"node {text!r} gives no memory; its size must be above 0")
     return NodeBudget(name, amount)

@@ -96,6 +96,11 @@ _NOTHING = Delta()
 class TokenStream(Protocol):
     """One sequence's tokens. The last one has `finish`; the engine's errors come out of the iteration."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those that were not computed; certain with the first token."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Token]: ...
 
     async def __anext__(self) -> Token: ...
@@ -139,6 +144,11 @@ class Reply:
 
     def __aiter__(self) -> Self:
         return self
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of `prompt_tokens`, those whose keys and values were at hand; certain with the first Delta."""
+        return self._stream.cached_tokens
 
     async def __anext__(self) -> Delta:
         """Raises ModelFailed if the model did, Closed if it was unloaded."""

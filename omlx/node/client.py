@@ -10,14 +10,16 @@ from typing import Protocol
 
 from omlx.errors import BadModel, CannotSplit, LinkLost, Refused, StageLost, StepFailed, TooLate
 from omlx.ids import Epoch
-from omlx.node.step import StepPlan, StepResult
+from omlx.node.step import StepResult
 from omlx.node.wire import (
     Begin,
     Begun,
     Broken,
     Busy,
+    Catalogue,
     Done,
     Failed,
+    Holds,
     Leave,
     Load,
     Loaded,
@@ -26,7 +28,6 @@ from omlx.node.wire import (
     PlanTimes,
     Pong,
     Refusal,
-    Step,
     ToStage,
     control_frame,
     read_for_head,
@@ -50,7 +51,15 @@ class Measured:
     times: tuple[PlanTimes, ...]
 
 
-Event = StepResult | Measured | StageLost
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a stage holds of blocks."""
+
+    stage: int
+    message: Holds | Catalogue
+
+
+Event = StepResult | Measured | Kept | StageLost
 
 
 class StageProcess(Protocol):
@@ -120,9 +129,9 @@ class StageClient:
             self._lose(TooLate(f"stage {self.index} does not answer", self.index))
         return self.lost is None
 
-    def send(self, plan: StepPlan) -> None:
-        """Queue a plan for the stage; its loss is reported as an event, not here."""
-        self._write(Step(plan))
+    def send(self, message: ToStage) -> None:
+        """Queue a message for the stage; its loss is reported as an event, not here."""
+        self._write(message)
 
     async def close(self, within_s: float = LEAVE_WITHIN_S) -> None:
         """Ask the process to leave, kill it when it does not, wait until it is gone."""
@@ -167,6 +176,8 @@ class StageClient:
                 self._report(result)
             case Busy(epoch, times):
                 self._report(Measured(self.index, epoch, times))
+            case Holds() | Catalogue():
+                self._report(Kept(self.index, message))
             case Pong():
                 self.pong = message
                 self._news.set()

@@ -9,18 +9,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import structlog
 
 from omlx.errors import Closed, ModelFailed, OmlxError, Refused, RequestFailed, StageLost, StepFailed, TooLate
 from omlx.ids import ModelId, SeqId
+from omlx.node.cache_figures import cache_figures
 from omlx.node.client import Measured
 from omlx.node.health import ModelHealth, ModelState
+from omlx.node.housekeeping import Housekeeper
 from omlx.node.meters import Meters, ModelFigures
 from omlx.node.pipeline import Pipeline
+from omlx.node.prefixes import Hold
 from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request, Token
-from omlx.node.step import StepResult
+from omlx.node.step import StepPlan, StepResult
 from omlx.node.timeline import Timeline
 
 log = structlog.get_logger()
@@ -55,8 +59,12 @@ class Stream:
         self._cancel = cancel
         self._items: asyncio.Queue[Token | OmlxError] = asyncio.Queue()  # bounded by max_tokens
         self._ended = False
+        self.started = False
+        self.cached_tokens = 0
+        """Of the prompt, those that were laid back instead of computed; certain with the first token."""
 
     def put(self, item: Token | OmlxError) -> None:
+        self.started = True
         self._items.put_nowait(item)
 
     def __aiter__(self) -> "Stream":
@@ -82,18 +90,28 @@ class Engine:
     """Owns the scheduler, the pipeline and the streams; one task moves all three."""
 
     def __init__(
-        self, model: ModelId, scheduler: Scheduler, pipeline: Pipeline, timeline: Timeline | None = None
+        self,
+        model: ModelId,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        timeline: Timeline | None = None,
+        hold: Hold | None = None,
     ) -> None:
+        """`hold`: what may be kept, where the pipeline has a place for it."""
         self.model = model
         self.pipeline = pipeline
         self.failure: OmlxError | None = None
         self.recovering = False
         self.recoveries = 0
         self.meters = Meters(timeline)
+        self.housekeeper = Housekeeper(pipeline, scheduler)
+        self._hold = hold
         self._scheduler = scheduler
         self._streams: dict[SeqId, Stream] = {}
         self._deaths: deque[float] = deque()
         self._progress = time.monotonic()
+        self._heard = time.monotonic()
+        """The last event, or the first plan after a time without any."""
         self._step_s = 0.05
         """Time from one result to the next while the stages have work, smoothed."""
         self._task: asyncio.Task[None] | None = None
@@ -107,6 +125,7 @@ class Engine:
         limits = replace(self._scheduler.limits, mixes=self.pipeline.mixes)
         self._scheduler.limits = limits if self.pipeline.batches else replace(limits, places=1)
         self.meters.begin(len(self.pipeline.stages), limits.mixes)
+        self.housekeeper.open(self._hold)
         self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
         self._task.add_done_callback(self._ended)
 
@@ -147,6 +166,7 @@ class Engine:
             plans=self.meters.plans,
             drawn_tokens=self.meters.drawn_tokens,
             prompt_tokens=self.meters.prompt_tokens,
+            cache=cache_figures(scheduler.prefixes),
             stages=self.meters.stages(),
             rounds=scheduler.pace.rounds(scheduler.decoding),
         )
@@ -158,6 +178,7 @@ class Engine:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._fail_streams(self.failure)
+        await self.housekeeper.flush()
         await self.pipeline.close()
         self.meters.close()
 
@@ -177,9 +198,13 @@ class Engine:
     async def _serve(self) -> None:
         """Choose, run, account, until a stage is lost."""
         while True:
+            self.housekeeper.look()
             while (plan := self._scheduler.next_plan()) is not None:
+                if len(self._scheduler.in_flight) == 1:
+                    self._heard = time.monotonic()
                 self.pipeline.send(plan)
                 self.meters.sent(plan)
+                self._tell_reused(plan)
             self.meters.in_flight(len(self._scheduler.in_flight))
             match await self._event():
                 case StepResult() as result if result.epoch == self._scheduler.epoch:
@@ -194,14 +219,25 @@ class Engine:
 
     async def _event(self) -> object:
         """The next result, loss or wake-up; with plans on their way, within the step's deadline."""
-        deadline_s = self.pipeline.spec.step_timeout_s if self._scheduler.in_flight else None
+        late_at = self._heard + self.pipeline.spec.step_timeout_s if self._scheduler.in_flight else inf
         try:
-            async with asyncio.timeout(deadline_s):
-                return await self.pipeline.events.get()
+            async with asyncio.timeout(min(self.housekeeper.tick_s, late_at - time.monotonic())):
+                event = await self.pipeline.events.get()
         except TimeoutError:
-            lost = TooLate(f"no stage finished a step within {deadline_s:.0f} s")
-            self.pipeline.give_up(lost)
-            return lost
+            if time.monotonic() < late_at:
+                return None  # it is only time to look again
+        else:
+            self._heard = time.monotonic()
+            return event
+        lost = TooLate(f"no stage finished a step within {self.pipeline.spec.step_timeout_s:.0f} s")
+        self.pipeline.give_up(lost)
+        return lost
+
+    def _tell_reused(self, plan: StepPlan) -> None:
+        for restore in plan.restores:
+            stream = self._streams.get(restore.seq)
+            if stream is not None and not stream.started:
+                stream.cached_tokens = restore.end
 
     def _deliver(self, result: StepResult) -> None:
         now = time.monotonic()

@@ -19,22 +19,29 @@ from queue import Empty, Queue
 from typing import NoReturn
 
 import mlx.core as mx
+import msgspec
 
 from omlx.errors import BadModel, StageLost, StepFailed
 from omlx.ids import Epoch
 from omlx.node.links import Link, MxLink, TcpLink
 from omlx.node.loader import load_span
 from omlx.node.rows import can_share
+from omlx.node.slab import has_states, places_of, storable, trimmable
 from omlx.node.slicing import Cut
 from omlx.node.stage import Finished, Stage
 from omlx.node.step import StepPlan, StepResult
+from omlx.node.store import Store
 from omlx.node.wire import (
     Begin,
     Begun,
     Broken,
     Busy,
+    CacheSpec,
+    Catalogue,
     Done,
     Failed,
+    Fetch,
+    Holds,
     Leave,
     Load,
     Loaded,
@@ -42,7 +49,9 @@ from omlx.node.wire import (
     Ping,
     PlanTimes,
     Pong,
+    Purge,
     Refusal,
+    Spill,
     Step,
     ToHead,
     ToStage,
@@ -72,6 +81,7 @@ class StageHost:
         self._inbox: Queue[ToStage] = Queue(INBOX)
         self._listener: socket.socket | None = None
         self._stage: Stage | None = None
+        self._store: Store | None = None
         self._group: mx.distributed.Group | None = None
         self._links: tuple[Link, ...] = ()
         self._busy: list[PlanTimes] = []
@@ -99,8 +109,8 @@ class StageHost:
                     self._step(plan)
                 case Leave():
                     return
-                case Ping():
-                    raise AssertionError("the socket thread answers pings")
+                case Ping() | Fetch() | Spill() | Purge():
+                    raise AssertionError("the socket thread takes these")
 
     # ---------------------------------------------------------------- the socket thread
 
@@ -110,6 +120,10 @@ class StageHost:
                 message = read_for_stage(self._control)
                 if isinstance(message, Ping):
                     self._send(self._pong(message.number))
+                    continue
+                if isinstance(message, Fetch | Spill | Purge):
+                    if self._store is not None:
+                        self._store.ask(message)
                     continue
                 if isinstance(message, Begin):
                     # The compute thread may wait for a neighbour of an epoch that is over now.
@@ -144,12 +158,25 @@ class StageHost:
             self._send(Refusal(type(error).__name__, str(error)))
             return
         self._stage = self._make_stage(cut, self._finished)
+        if load.cache is not None and storable(cut.prototypes):
+            self._stage.blocks.store = self._store = open_store(load.cache, places_of(cut), self._send)
         self._listener = socket.create_server((load.listen_host, 0), backlog=8)
         port: int = self._listener.getsockname()[1]
         batches = can_share(cut.prototypes)
         self._send(
-            Loaded(port, mx.get_active_memory(), peak_rss_bytes(), batches, self._stage.mixed is not None)
+            Loaded(
+                port,
+                mx.get_active_memory(),
+                peak_rss_bytes(),
+                batches,
+                self._stage.mixed is not None,
+                storable=self._store is not None,
+                trimmable=trimmable(cut.prototypes),
+                recurrent=has_states(cut.prototypes),
+            )
         )
+        if self._store is not None:
+            self._store.tell_catalogue()
 
     def _loading(self, done: int, total: int) -> None:
         self._send(Loading(done, total))
@@ -223,6 +250,15 @@ class StageHost:
         self._busy.clear()
         self._stage.close()
         self._links = ()
+
+
+def open_store(spec: CacheSpec, places: list[int], tell: Callable[[Holds | Catalogue], None]) -> Store:
+    """In RAM alone where the SSD's folder is of no use."""
+    try:
+        return Store(spec, places, tell)
+    except OSError as error:
+        sys.stderr.write(f"stage: nothing is kept on the SSD: {error}\n")
+        return Store(msgspec.structs.replace(spec, folder=None), places, tell)
 
 
 def log_traceback(error: StageLost) -> None:

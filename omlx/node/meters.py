@@ -5,6 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from omlx.ids import PlanId
+from omlx.node.cache_figures import CacheFigures
 from omlx.node.costs import StageCost, StageMeter
 from omlx.node.pacing import Pace, pace_of
 from omlx.node.step import StepPlan, Work
@@ -45,6 +46,7 @@ class ModelFigures:
     """Those that were thrown away behind a stop included."""
     prompt_tokens: int
     """Computed in chunks; after a lost stage they count again."""
+    cache: CacheFigures
     stages: tuple[StageFigures, ...]
     rounds: tuple[tuple[int, float], ...]
     """(groups, predicted seconds from token to token) for the answers that run now; empty if unknown."""

@@ -5,6 +5,7 @@ It carries plans out and results in; what they are about is the scheduler's busi
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import TypeVar
 
 from omlx.errors import StageLost, StepFailed
 from omlx.ids import Epoch
-from omlx.node.client import Event, Placement, StageClient
+from omlx.node.client import Event, Kept, Placement, StageClient
 from omlx.node.step import StepPlan
-from omlx.node.wire import Begin, Load
+from omlx.node.wire import Begin, CacheSpec, Load, Step, ToStage
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ class PipelineSpec:
     """Where the link is mx.distributed's: "host:port" for every stage, new ones for every group."""
     memory_shares: tuple[float, ...] | None = None
     """Each stage's part of its machine's GPU limits; None: equal parts of one machine."""
+    cache: CacheSpec | None = None
+    """Where stages keep what they computed; None: nowhere."""
 
 
 class Pipeline:
@@ -45,6 +48,10 @@ class Pipeline:
         self.spec = spec
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         """None only wakes whoever waits."""
+        self.kept: deque[Kept] = deque()
+        """What stages hold of blocks; bounded by what they were asked. It outlives epochs."""
+        self.fresh: list[int] = []
+        """Stages that were started anew since somebody looked."""
         self.stages: list[StageClient] = []
         self._place = place
         self._read: list[tuple[int, int]] = []
@@ -62,6 +69,21 @@ class Pipeline:
     def mixes(self) -> bool:
         """Whether every stage computes chunks and single tokens in one forward."""
         return all(stage.loaded is not None and stage.loaded.mixes for stage in self.stages)
+
+    @property
+    def stores(self) -> bool:
+        """Whether blocks can be cut out of every stage's caches, and laid back."""
+        return all(stage.loaded is not None and stage.loaded.storable for stage in self.stages)
+
+    @property
+    def trims(self) -> bool:
+        """Whether every stage can go on from any token of a block."""
+        return all(stage.loaded is not None and stage.loaded.trimmable for stage in self.stages)
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a stage has states that are right only where a forward ended."""
+        return any(stage.loaded is not None and stage.loaded.recurrent for stage in self.stages)
 
     async def open(self, epoch: Epoch, progress: Callable[[int, int], None]) -> None:
         """Start and load every stage side by side, then begin the first epoch.
@@ -101,6 +123,9 @@ class Pipeline:
             dead = list(self.stages)  # a group of mx.distributed cannot be joined twice
             self._ring = self.spec.ring()
         await _all(self._end(stage) for stage in dead)
+        # Their RAM is empty; what is still queued of them is about the processes before.
+        self.fresh += [stage.index for stage in dead]
+        self.kept = deque(kept for kept in self.kept if kept.stage not in self.fresh)
         fresh = await _all(self._start(stage.index, lambda done, total: None) for stage in dead)
         for stage in fresh:
             self.stages[stage.index] = stage
@@ -113,8 +138,12 @@ class Pipeline:
 
     def send(self, plan: StepPlan) -> None:
         """The same plan to every stage."""
+        self.tell(Step(plan))
+
+    def tell(self, message: ToStage) -> None:
+        """The same message to every stage."""
         for stage in self.stages:
-            stage.send(plan)
+            stage.send(message)
 
     def give_up(self, lost: StageLost) -> None:
         """No stage answers for a step: none of them can be trusted with another epoch."""
@@ -127,6 +156,13 @@ class Pipeline:
             self._closing = asyncio.create_task(self._end_all(), name="pipeline-close")
         await asyncio.shield(self._closing)
 
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Kept):
+            self.kept.append(event)
+            self.events.put_nowait(None)
+        else:
+            self.events.put_nowait(event)
+
     async def _end_all(self) -> None:
         await asyncio.gather(*(stage.close() for stage in self._started))
         self._started, self.stages = [], []
@@ -137,7 +173,7 @@ class Pipeline:
 
     async def _start(self, index: int, progress: Callable[[int, int], None]) -> StageClient:
         process = await self._place(index)
-        client = StageClient(index, process, self.events.put_nowait)
+        client = StageClient(index, process, self._take)
         self._started.append(client)
         start, end = self.spec.spans[index]
         shares = self.spec.memory_shares or (1.0 / len(self.spec.spans),) * len(self.spec.spans)
@@ -155,6 +191,7 @@ class Pipeline:
             ring=self._ring,
             rank=index,
             backend=self.spec.link,
+            cache=self.spec.cache,
         )
         try:
             await client.load(load, told, self.spec.load_timeout_s)

@@ -69,25 +69,43 @@ class Rows:
 
     cut: Cut
     _batch_of: dict[SeqId, Batch] = field(default_factory=dict)
+    _tokens: dict[SeqId, int] = field(default_factory=dict)
+    """How many of a row's tokens its caches have, those of forwards that are not computed yet included."""
 
     def clear(self) -> None:
         self._batch_of.clear()
+        self._tokens.clear()
 
     def admit(self, seq: SeqId) -> None:
-        self._batch_of[seq] = Batch([seq], self.cut.make_caches())
+        self.put(seq, self.cut.make_caches(), 0)
+
+    def put(self, seq: SeqId, caches: list[Any], tokens: int) -> None:
+        """A row alone, with what `caches` have of it."""
+        self._batch_of[seq] = Batch([seq], caches)
+        self._tokens[seq] = tokens
+
+    def where(self, seq: SeqId) -> tuple[list[Any], int, int]:
+        """The caches that a row lies in, its number there, and how many tokens they have of it.
+
+        Raises OutOfStep for an unknown sequence.
+        """
+        batch = self._find(seq)
+        return batch.caches, batch.rows.index(seq), self._tokens[seq]
 
     def drop(self, seq: SeqId) -> None:
         """Forget a row; those that shared its batch stay as they are."""
         batch = self._find(seq)
-        del self._batch_of[seq]
+        del self._batch_of[seq], self._tokens[seq]
         self._keep(batch, [i for i, row in enumerate(batch.rows) if row != seq])
 
     def blocks(self, slices: Sequence[Slice]) -> list[Block]:
         """The slices of one plan as they lie together. Raises OutOfStep for an unknown sequence."""
-        return [
+        blocks = [
             Block(len(own), own[0].end - own[0].start, self.together([piece.seq for piece in own]), own)
             for own in like_lengths(slices)
         ]
+        self._tokens.update((piece.seq, piece.end) for piece in slices)
+        return blocks
 
     def together(self, wanted: Sequence[SeqId]) -> list[Any]:
         """The caches, one per layer, whose rows are exactly `wanted`, in this order.

@@ -12,39 +12,24 @@ prompts' chunks have the plans in between to themselves, where a stage would be 
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from omlx.errors import Full, OutOfStep
-from omlx.ids import Epoch, PlanId, SeqId
+from omlx.ids import BlockId, Epoch, PlanId, SeqId
 from omlx.node.chunks import Budget, Prompt, deal
+from omlx.node.limits import Limits
 from omlx.node.pacing import Pace
-from omlx.node.sequence import Finish, Request, Sequence, Token
-from omlx.node.step import Admit, Slice, StepPlan, StepResult
+from omlx.node.prefixes import Prefixes, nothing_kept
+from omlx.node.sequence import Request, Sequence, Token
+from omlx.node.step import Cut, Keep, Restore, Slice, StepPlan, StepResult
 
 FIRST_EPOCH = Epoch(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler may spend."""
-
-    places: int
-    """Sequences that run at once."""
-    queue: int
-    """Sequences that may wait for a place."""
-    stages: int
-    step_tokens: int
-    """Most prompt tokens per step; the answers' own tokens come on top, one each."""
-    slowdown: float
-    """While prompts are computed, running answers' tokens may come so many times slower."""
-    capacity_tokens: int
-    """Tokens whose keys and values fit into the stages' memory, over all running sequences."""
-    mixes: bool = False
-    """Whether a stage computes chunks and single tokens in one forward; then a prompt's last chunk is
-    drawn from. Else only slices of one token are."""
-
-
 MOST_SUSPECTED = 3
+FETCHED_AHEAD = 4
+"""Waiting requests whose prefixes are read from the SSD already."""
 UNMEASURED_PART = 4
 """Before anything was measured, chunks beside running answers have this part of a step's tokens."""
 
@@ -62,6 +47,8 @@ class Scheduler:
     """Plans of one group that may be in flight; 1: no look-ahead. The engine sets it as it goes."""
     pace: Pace = field(default_factory=Pace)
     """What the stages are known to take; the engine sets it as it goes."""
+    prefixes: Prefixes = field(default_factory=nothing_kept)
+    """What is kept of computed prefixes; the engine sets it once, and its clock."""
     groups: int = 1
     """Groups that the decoding sequences are dealt into."""
     epoch: Epoch = FIRST_EPOCH
@@ -71,6 +58,7 @@ class Scheduler:
     in_flight: deque[StepPlan] = field(default_factory=deque)
     _admitted: set[SeqId] = field(default_factory=set)
     _drops: list[SeqId] = field(default_factory=list)
+    _keeps: list[Keep] = field(default_factory=list)
     _next_seq: int = 0
     _next_plan: int = 0
     _turn: int = 0
@@ -95,12 +83,16 @@ class Scheduler:
         if seq in self.running:
             self._leave(seq)
         else:
+            for sequence in self.waiting:
+                if sequence.id == seq:
+                    self.prefixes.leave(sequence)
             self.waiting = deque(s for s in self.waiting if s.id != seq)
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is on its way."""
         self._make_room()
         self._give_places()
+        restores = self._restores()
         self._deal_groups()
         group, with_chunks = self._next_lane()
         # A sequence whose prompt this plan completes is not in it a second time.
@@ -110,20 +102,28 @@ class Scheduler:
             self._swell = self._swelled()
         elif not self._prompts():
             self._swell = 0.0
-        # Drops alone are worth a plan where no other follows soon.
-        if not (chunks or singles or (self._drops and not self.in_flight)):
+        evicts = self.prefixes.evicts()
+        # Housekeeping alone is worth a plan where no other follows soon.
+        if not (chunks or singles or restores or evicts) and (
+            self.in_flight or not (self._drops or self._keeps)
+        ):
             return None
         newcomers = [s for s in self.running.values() if s.id not in self._admitted]
         plan = StepPlan(
             id=PlanId(self._next_plan),
             epoch=self.epoch,
             drops=tuple(self._drops),
-            admits=tuple(_admit(s) for s in newcomers),
+            admits=tuple(s.admit() for s in newcomers),
             slices=tuple(chunks + singles),
             committed=self.in_flight[0].id if self.in_flight else PlanId(self._next_plan),
+            keeps=tuple(self._keeps),
+            restores=tuple(restores),
+            cuts=self._cuts(chunks + singles),
+            evicts=evicts,
         )
         self._admitted.update(s.id for s in newcomers)
         self._drops.clear()
+        self._keeps.clear()
         self._next_plan += 1
         self.in_flight.append(plan)
         return plan
@@ -139,7 +139,7 @@ class Scheduler:
                 f"a result of plan {result.plan} of epoch {result.epoch}, which is not the next one"
             )
         self.in_flight.popleft()
-        for piece in plan.slices:
+        for piece in _parts(plan):
             if piece.seq in self.running:
                 self.running[piece.seq].computed = piece.end
         tokens: list[tuple[SeqId, Token]] = []
@@ -148,10 +148,13 @@ class Scheduler:
             if sequence is None:
                 continue  # cancelled while the plan was on its way
             sequence.tokens.append(drawn.token)
-            finish = _finish(sequence, drawn.token)
+            finish = sequence.finish(drawn.token)
             if finish is not None:
                 self._leave(drawn.seq)
             tokens.append((drawn.seq, Token(drawn.token, drawn.logprob, drawn.top, finish)))
+        for piece in plan.slices:
+            if piece.seq in self.running:
+                self._keeps += self.prefixes.keeps(self.running[piece.seq], last=False)
         return tokens
 
     @property
@@ -175,11 +178,17 @@ class Scheduler:
         """After a lost stage: a new epoch, nothing computed, every known token stays."""
         self.epoch = Epoch(self.epoch + 1)
         self._next_plan = 0
+        for restore in (r for plan in self.in_flight for r in plan.restores):
+            self.prefixes.distrust(restore.blocks)
+            if restore.seq in self.running:
+                self.running[restore.seq].distrusts = True
         self.in_flight.clear()
         self._admitted.clear()
         self._drops.clear()
-        for sequence in self.running.values():
-            sequence.issued = sequence.computed = 0
+        self._keeps.clear()
+        for sequence in (*self.running.values(), *self.waiting):
+            self._restart(sequence)
+        self.prefixes.rewind()
 
     def check(self) -> None:
         """Recount everything; AssertionError where the books do not agree. For tests."""
@@ -188,7 +197,8 @@ class Scheduler:
         for sequence in self.running.values():
             assert 0 <= sequence.computed <= min(sequence.issued, sequence.known)
             mine = [piece for piece in flying if piece.seq == sequence.id]
-            assert sequence.issued - sequence.computed == sum(piece.end - piece.start for piece in mine)
+            on_its_way = [p for plan in self.in_flight for p in _parts(plan) if p.seq == sequence.id]
+            assert sequence.issued - sequence.computed == sum(p.end - p.start for p in on_its_way)
             assert sequence.draws_in_flight == sum(piece.sample for piece in mine)
             assert sequence.issued < len(sequence.request.prompt) + sequence.request.max_tokens
             assert len(sequence.answer) < sequence.request.max_tokens
@@ -197,8 +207,10 @@ class Scheduler:
         assert all(s.issued == 0 and s.id not in self.running for s in self.waiting)
 
     def _leave(self, seq: SeqId) -> None:
-        del self.running[seq]
+        sequence = self.running.pop(seq)
+        self.prefixes.leave(sequence)
         if seq in self._admitted:
+            self._keeps += self.prefixes.keeps(sequence, last=True)
             self._admitted.remove(seq)
             self._drops.append(seq)
 
@@ -213,7 +225,7 @@ class Scheduler:
             if total <= self.limits.capacity_tokens:
                 return
             self._leave(sequence.id)
-            sequence.issued = sequence.computed = 0
+            self._restart(sequence)
             self.waiting.appendleft(sequence)
             total -= sequence.known
 
@@ -227,10 +239,46 @@ class Scheduler:
                 return
             self.waiting.popleft()
             self.running[sequence.id] = sequence
+            self._begin(sequence)
+            self.prefixes.count(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        sequence.begun = True
+        self.prefixes.begin(sequence, self._block_s())
+
+    def _block_s(self) -> float:
+        """What a block of a prompt is thought to take the stages to compute; 0: nobody knows."""
+        return self.pace.added(self.prefixes.hold.block_tokens, 0) if self.pace.stages else 0.0
+
+    def _restart(self, sequence: Sequence) -> None:
+        """Nothing of it is in any stage's caches."""
+        self.prefixes.leave(sequence)
+        sequence.begun = sequence.prompt_kept = False
+        sequence.issued = sequence.computed = 0
+
+    def fetches(self) -> tuple[BlockId, ...]:
+        """Blocks that the stages should read from their SSDs now: for those that have places first."""
+        for sequence in (*self.running.values(), *islice(self.waiting, FETCHED_AHEAD)):
+            if not sequence.begun:
+                self._begin(sequence)
+        return self.prefixes.fetches((*self.running.values(), *islice(self.waiting, FETCHED_AHEAD)))
+
+    def _restores(self) -> list[Restore]:
+        restores = []
+        alone = not self.decoding
+        for sequence in self.running.values():
+            if not sequence.begun:
+                self._begin(sequence)
+            if sequence.restoring and (restore := self.prefixes.restore(sequence, alone)) is not None:
+                restores.append(restore)
+        return restores
+
+    def _cuts(self, slices: list[Slice]) -> tuple[Cut, ...]:
+        return self.prefixes.cuts(slices, {s.id: len(s.request.prompt) for s in self.running.values()})
 
     def _flies(self, seq: SeqId) -> bool:
         """Whether a plan on its way still means this sequence as it was before it gave way."""
-        return any(piece.seq == seq for plan in self.in_flight for piece in plan.slices)
+        return any(part.seq == seq for plan in self.in_flight for part in _parts(plan))
 
     def _active(self) -> list[Sequence]:
         """Who may be in a plan: everybody, or one suspect alone."""
@@ -265,7 +313,7 @@ class Scheduler:
         full = {s.group for s in rows if s.draws_in_flight >= self.ahead}
         prompts = bool(self._prompts())
         groups = self.groups if rows else 0
-        apart = self._lanes_apart(groups) if prompts else 0
+        apart = self.limits.lanes_apart(groups) if prompts else 0
         carriers = sum(any(not p.sample or len(p.tokens) > 1 for p in plan.slices) for plan in self.in_flight)
         room = carriers < 2 * (apart or groups)
         lanes = groups + apart
@@ -280,16 +328,8 @@ class Scheduler:
             return (lane if lane < groups else None), with_chunks
         return None, False
 
-    def _lanes_apart(self, groups: int) -> int:
-        """Plans of chunks alone in a round; 0: the groups' own plans carry them."""
-        stages = self.limits.stages
-        if not groups:
-            return stages
-        # A group behind a chunk is as slow as the chunk on the other stages: so many more fit in between.
-        return 0 if stages == 1 or (self.limits.mixes and groups >= stages) else stages - 1
-
     def _prompts(self) -> list[Sequence]:
-        return [s for s in self._active() if not s.decodes]
+        return [s for s in self._active() if s.computes]
 
     def _chunks(self) -> list[Slice]:
         """Prompts advance in the order in which they got their places."""
@@ -300,7 +340,8 @@ class Scheduler:
         chunks = []
         for sequence, size in zip(prompts, sizes, strict=True):
             if size:
-                start, end = sequence.issued, sequence.issued + size
+                start = sequence.issued
+                end = self.prefixes.chunk_end(start, start + size)
                 piece = tuple(sequence.tokens[start:end])
                 chunks.append(Slice(sequence.id, piece, start, sample=end == sequence.known))
                 sequence.issued = end
@@ -322,7 +363,7 @@ class Scheduler:
         if not pace.stages:
             tokens = min(limits.step_tokens, int(crowd * limits.step_tokens / UNMEASURED_PART))
             return Budget(pace, max(1, tokens))
-        apart = self._lanes_apart(self.groups)
+        apart = self.limits.lanes_apart(self.groups)
         seconds = pace.chunk_seconds(rows, self.groups, apart, crowd * limits.slowdown)
         return Budget(pace, limits.step_tokens, self._swelled() * seconds)
 
@@ -341,16 +382,6 @@ class Scheduler:
         return singles
 
 
-def _admit(sequence: Sequence) -> Admit:
-    sampling = sequence.request.sampling
-    if not sampling.needs_history:
-        return Admit(sequence.id, sampling, (), ())
-    return Admit(sequence.id, sampling, sequence.request.prompt, sequence.answer)
-
-
-def _finish(sequence: Sequence, token: int) -> Finish | None:
-    if token in sequence.request.stop_tokens:
-        return Finish.STOP
-    if len(sequence.answer) >= sequence.request.max_tokens:
-        return Finish.LENGTH
-    return None
+def _parts(plan: StepPlan) -> list[Slice | Restore]:
+    """What makes sequences longer."""
+    return [*plan.restores, *plan.slices]

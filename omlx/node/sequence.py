@@ -1,10 +1,11 @@
 """One sequence as the head knows it: tokens known, issued and computed."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from omlx.ids import SeqId
-from omlx.node.step import SamplingParams
+from omlx.ids import BlockId, SeqId
+from omlx.node.step import Admit, SamplingParams
 
 
 class Finish(Enum):
@@ -55,6 +56,18 @@ class Sequence:
     """How often it was in a forward that could not be computed."""
     alone_until: int = 0
     """While it knows fewer tokens, it shares no plan with others."""
+    begun: bool = False
+    """Whether it was looked for in what is kept, in this epoch."""
+    path: list[BlockId] = field(default_factory=list)
+    """The names of its blocks, as far as they are whole and computed or laid back."""
+    restoring: deque[BlockId] = field(default_factory=deque)
+    """Blocks to be laid back before anything is computed."""
+    restore_end: int = 0
+    """Tokens that it has then."""
+    distrusts: bool = False
+    """Whether an epoch ended while something was laid back for it: it is computed then, come what may."""
+    prompt_kept: bool = False
+    """Whether the rest of its prompt behind the last whole block is kept."""
 
     @property
     def known(self) -> int:
@@ -68,7 +81,12 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether the prompt is issued up to its last token at least."""
-        return self.issued >= self.known - 1
+        return not self.restoring and self.issued >= self.known - 1
+
+    @property
+    def computes(self) -> bool:
+        """Whether chunks of its prompt are to be computed."""
+        return not self.restoring and self.issued < self.known - 1
 
     @property
     def may_draw(self) -> bool:
@@ -82,3 +100,18 @@ class Sequence:
     @property
     def answer(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.request.prompt) :])
+
+    def admit(self) -> Admit:
+        """What its last stage has to know of it."""
+        sampling = self.request.sampling
+        if not sampling.needs_history:
+            return Admit(self.id, sampling, (), ())
+        return Admit(self.id, sampling, self.request.prompt, self.answer)
+
+    def finish(self, token: int) -> Finish | None:
+        """Why the answer ends with this token, which is its last one now; None: it goes on."""
+        if token in self.request.stop_tokens:
+            return Finish.STOP
+        if len(self.answer) >= self.request.max_tokens:
+            return Finish.LENGTH
+        return None

@@ -18,12 +18,14 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from omlx.errors import OutOfStep, StepFailed
-from omlx.ids import Epoch
+from omlx.ids import BlockId, Epoch
 from omlx.node.ahead import Ahead
+from omlx.node.blocks import Blocks
 from omlx.node.links import Link
 from omlx.node.mixing import Mixed, make_mixable
 from omlx.node.rows import Block, Rows
 from omlx.node.sampling import Draw, Sampler
+from omlx.node.slab import Slab
 from omlx.node.slicing import Cut
 from omlx.node.step import Sampled, Slice, StepPlan
 from omlx.node.wire import PlanTimes, Tag
@@ -54,6 +56,12 @@ class Underway:
     launched: float = 0.0
     busy_s: float = 0.0
     sampled: list[Sampled] = field(default_factory=list)
+    unbuilt: int = 0
+    """Forwards that are not built."""
+    beside: list[mx.array] = field(default_factory=list)
+    """What is laid back and kept, computed with the first forward."""
+    kept: list[tuple[BlockId, Slab]] = field(default_factory=list)
+    """What goes into the store then."""
 
 
 @dataclass(slots=True)
@@ -82,6 +90,8 @@ class Stage:
     cut: Cut
     tell: Callable[[Finished], None]
     """Called for every plan, in order, as soon as it is carried out."""
+    blocks: Blocks = field(init=False)
+    """Between its caches and what is kept of them."""
     mixed: Mixed | None = field(init=False)
     """Computes all slices of a plan in one forward; None where the family cannot."""
     epoch: Epoch | None = None
@@ -102,6 +112,7 @@ class Stage:
         self.mixed = make_mixable(self.cut)
         self.launches_ahead = self.alone and mx.default_device() == mx.gpu
         self.rows = Rows(self.cut)
+        self.blocks = Blocks(self.rows)
 
     @property
     def alone(self) -> bool:
@@ -118,6 +129,7 @@ class Stage:
     def close(self) -> None:
         """Drop every sequence and hang up on the neighbours."""
         self._air.clear()
+        self.blocks.clear()
         self.rows.clear()
         self.sampler.clear()
         self.ahead.clear()
@@ -128,7 +140,7 @@ class Stage:
         self.source = self.sink = self.epoch = None
 
     def step(self, plan: StepPlan) -> None:
-        """Carry out one plan: drop, admit, compute. Its last forward may still be in the air afterwards.
+        """Carry out one plan. Its last forward may still be in the air afterwards.
 
         Raises StageLost (LinkLost, TooLate, OutOfStep, StepFailed): the epoch is over, this stage may
         begin another.
@@ -139,7 +151,9 @@ class Stage:
         taken = time.monotonic()
         if self.cut.first and self.source is not None:
             self.ahead.clear_away(plan.committed, self._take)
+        kept = self.blocks.keep(plan.keeps)
         for seq in plan.drops:
+            self.blocks.drop(seq)
             self.rows.drop(seq)
             self.ahead.drop(seq)
             if self.cut.last:
@@ -148,12 +162,16 @@ class Stage:
             self.rows.admit(admit.seq)
             if self.cut.last:
                 self.sampler.admit(admit)
+        beside = [array for _, slab in kept for array in slab.arrays()]
+        beside += self.blocks.lay(plan.restores)
+        self.blocks.begin(piece.seq for piece in plan.slices)
         with _blaming(plan.slices):
             blocks = self.rows.blocks(plan.slices)
         forwards = [blocks] if self.mixed is not None or not blocks else [[block] for block in blocks]
-        underway = Underway(plan, len(forwards), taken)
+        underway = Underway(plan, len(forwards), taken, unbuilt=len(forwards), beside=beside, kept=kept)
         for part, together in enumerate(forwards):
             self._launch(underway, Tag(plan.epoch, plan.id, part), together)
+        self.blocks.evict(plan.evicts)
 
     def settle(self) -> None:
         """Finish what is in the air. Raises as `step` does."""
@@ -169,6 +187,11 @@ class Stage:
             launched = Launched(plan, tag, slices, began=time.monotonic())
             if x is not None:
                 self._build(launched, x, blocks)
+            launched.arrays += plan.beside
+            plan.beside = []
+            plan.unbuilt -= 1
+            if not plan.unbuilt:
+                launched.arrays += self.blocks.set_aside(plan.plan.cuts)
         if not self.launches_ahead:
             self._finish(down_to=0)
         with _blaming(slices):
@@ -257,6 +280,7 @@ class Stage:
                 plan.sampled += launched.draw.read()
             plan.forwards -= 1
             if not plan.forwards:
+                self.blocks.store_kept(plan.kept)
                 times = PlanTimes(
                     plan.plan.id, plan.busy_s, plan.taken, plan.began, plan.launched, now, time.monotonic()
                 )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from omlx.ids import Epoch, PlanId, SeqId
+from omlx.ids import BlockId, Epoch, PlanId, SeqId
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +84,38 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     """Tokens generated before a rewind, where penalties need them, else empty."""
 
 
+class Keep(msgspec.Struct, frozen=True, array_like=True):
+    """Put the tokens [start, end) of a running sequence, computed by earlier plans, into the hot tier."""
+
+    seq: SeqId
+    block: BlockId
+    start: int
+    end: int
+
+
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """Once this plan's slice is computed, set [start, end) aside for a Keep: a sliding window moves on, a
+    recurrent state changes."""
+
+    seq: SeqId
+    start: int
+    end: int
+    snapshot: bool
+    """Take recurrent states too: the slice ends at `end`."""
+
+
+class Restore(msgspec.Struct, frozen=True, array_like=True):
+    """Lay hot blocks behind what a sequence has in its caches."""
+
+    seq: SeqId
+    blocks: tuple[BlockId, ...]
+    start: int
+    end: int
+    """Tokens in the caches afterwards; of the last block perhaps not all are used."""
+    room: int
+    """Tokens that will follow for certain, those of this restore included: what to allocate for."""
+
+
 class Work(msgspec.Struct, frozen=True, array_like=True):
     """How much slices ask of a stage."""
 
@@ -109,7 +141,7 @@ def work_of(slices: Iterable[Slice]) -> Work:
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step, for every stage: drop, admit, compute, in this order."""
+    """One step, for every stage: keep, drop, admit, restore, compute, cut, evict, in this order."""
 
     id: PlanId
     epoch: Epoch
@@ -118,6 +150,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     slices: tuple[Slice, ...]
     committed: PlanId = PlanId(0)
     """All plans of this epoch before this one are over: what was sent for them has been sent."""
+    keeps: tuple[Keep, ...] = ()
+    restores: tuple[Restore, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    evicts: tuple[BlockId, ...] = ()
+    """Out of the hot tier."""
 
     @property
     def work(self) -> Work:

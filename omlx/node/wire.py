@@ -9,11 +9,12 @@ import asyncio
 import socket
 from dataclasses import dataclass
 from struct import Struct
+from typing import Literal
 
 import msgspec
 
 from omlx.errors import LinkLost, OutOfStep, TooLate
-from omlx.ids import Epoch, PlanId, SeqId
+from omlx.ids import BlockId, Epoch, PlanId, SeqId
 from omlx.node.step import StepPlan, StepResult
 
 MAGIC = b"oMLX"
@@ -51,6 +52,28 @@ class Header:
 # ------------------------------------------------------------------ messages, head -> stage
 
 
+class CacheSpec(msgspec.Struct, frozen=True):
+    """Where a stage keeps blocks of keys and values."""
+
+    root: BlockId
+    """Stands for the weights and everything else that changes keys and values."""
+    block_tokens: int
+    folder: str | None
+    """Of the cold tier; None: there is none."""
+    floor_bytes: int
+    """Free space that must stay on its volume."""
+
+
+class BlockEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A block's name, and what it is the name of."""
+
+    id: BlockId
+    parent: BlockId
+    tokens: bytes
+    """uint32, little endian."""
+    start: int
+
+
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """The first message: what to hold. `end` None means all layers from `start` on."""
 
@@ -64,6 +87,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """For mx.distributed instead of our sockets: every stage's "host:port", in order."""
     rank: int = 0
     backend: str = "ring"
+    cache: CacheSpec | None = None
+    """None: nothing is kept."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -89,6 +114,24 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     number: int
 
 
+class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+    """From the cold tier into the hot one, in this order; outside the order of plans."""
+
+    blocks: tuple[BlockId, ...]
+
+
+class Spill(msgspec.Struct, frozen=True, tag="spill"):
+    """From the hot tier into the cold one; they stay hot."""
+
+    blocks: tuple[BlockEntry, ...]
+
+
+class Purge(msgspec.Struct, frozen=True, tag="purge"):
+    """Out of the cold tier."""
+
+    blocks: tuple[BlockId, ...]
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """End the process in good order."""
 
@@ -110,6 +153,12 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Whether several sequences can be computed together; a few families run one after the other."""
     mixes: bool = False
     """Whether chunks and single tokens are computed in one forward."""
+    storable: bool = False
+    """Whether blocks can be cut out of its caches, and laid back."""
+    trimmable: bool = True
+    """Whether it can go on from any token of a block."""
+    recurrent: bool = False
+    """Whether some layers have a state, which is right only where a forward ended."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -151,6 +200,31 @@ class Busy(msgspec.Struct, frozen=True, tag="busy"):
     plans: tuple[PlanTimes, ...]
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What a stage has of a block in one tier now. 0 bytes: nothing."""
+
+    id: BlockId
+    bytes: int
+    restorable: bool = False
+    """Whether this stage can go on from the block's end."""
+
+
+class Holds(msgspec.Struct, frozen=True, tag="holds"):
+    """The answer to keeps, fetches, spills and purges."""
+
+    tier: Literal["hot", "cold"]
+    blocks: tuple[Held, ...]
+    seconds: float = 0.0
+    """That reading or writing them took."""
+
+
+class Catalogue(msgspec.Struct, frozen=True, tag="catalogue"):
+    """Blocks that were found in the cold tier, parents before children; in several messages."""
+
+    entries: tuple[BlockEntry, ...]
+    held: tuple[Held, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """These sequences cannot be computed; this stage is well and waits for the next Begin."""
 
@@ -173,8 +247,8 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     peak_rss_bytes: int
 
 
-ToStage = Load | Begin | Step | Ping | Leave
-ToHead = Loading | Loaded | Refusal | Begun | Done | Busy | Failed | Broken | Pong
+ToStage = Load | Begin | Step | Ping | Fetch | Spill | Purge | Leave
+ToHead = Loading | Loaded | Refusal | Begun | Done | Busy | Holds | Catalogue | Failed | Broken | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)

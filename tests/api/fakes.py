@@ -25,11 +25,14 @@ KEY = "correct-horse"
 class ScriptedReply:
     """Walks through its steps; one token a Delta with text."""
 
-    def __init__(self, model: "ScriptedModel", steps: Sequence[Step]) -> None:
+    def __init__(self, model: "ScriptedModel", steps: Sequence[Step], cached_tokens: int) -> None:
         self._model = model
+        self._cached_tokens = cached_tokens
         self._steps = list(steps)
         self._closed = False
         self.prompt_tokens = 7
+        self.cached_tokens = 0
+        """The real one knows it from the first token on, too."""
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         model.open_replies += 1
@@ -46,6 +49,7 @@ class ScriptedReply:
                 case Exception() as error:
                     raise error
                 case Delta() as delta:
+                    self.cached_tokens = self._cached_tokens
                     self.completion_tokens += bool(delta.text or delta.reasoning)
                     self.reasoning_tokens += bool(delta.reasoning)
                     return delta
@@ -70,6 +74,8 @@ class ScriptedModel:
         self.completions: list[tuple[str | tuple[int, ...], ReplyOptions]] = []
         self.refusals: dict[int, Exception] = {}
         """By the number of the request, 0 first."""
+        self.cached_tokens: dict[int, int] = {}
+        """By the number of the request as well; else none."""
         self.waiting = asyncio.Event()
         """Some reply waits for an event of its script."""
         self.quiet = asyncio.Event()
@@ -88,7 +94,7 @@ class ScriptedModel:
         if number in self.refusals:
             raise self.refusals[number]
         script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
-        return ScriptedReply(self, script)
+        return ScriptedReply(self, script, self.cached_tokens.get(number, 0))
 
 
 class FakeModels:

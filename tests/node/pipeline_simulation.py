@@ -13,9 +13,10 @@ from itertools import pairwise
 from omlx.errors import Full
 from omlx.ids import SeqId
 from omlx.node.costs import StageCost
+from omlx.node.limits import Limits
 from omlx.node.meters import Meters
 from omlx.node.pacing import HOP_S, Pace
-from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request
 from omlx.node.step import Sampled, SamplingParams, Slice, StepPlan, StepResult, Work
 from omlx.node.wire import PlanTimes

@@ -7,8 +7,9 @@ import pytest
 from omlx.errors import Full, OutOfStep
 from omlx.ids import SeqId
 from omlx.node.costs import StageCost
+from omlx.node.limits import Limits
 from omlx.node.pacing import Pace
-from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Finish, Request
 from omlx.node.step import Sampled, SamplingParams, StepPlan, StepResult
 

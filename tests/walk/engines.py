@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -11,21 +11,43 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from omlx.cache.identity import model_root
 from omlx.cluster.local_actor import free_ring, place_local
 from omlx.ids import ModelId
 from omlx.node.client import Placement
 from omlx.node.engine import Engine
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
-from omlx.node.scheduler import Limits, Scheduler
+from omlx.node.prefixes import Hold
+from omlx.node.limits import Limits
+from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams
+from omlx.node.wire import CacheSpec
 
 LIMITS = Limits(places=8, queue=64, stages=1, step_tokens=256, slowdown=2.7, capacity_tokens=1_000_000)
 GREEDY = SamplingParams(temperature=0)
 TIE = 1e-3
 """Two logits closer than this may change places when a batch's shapes round otherwise. A text is
 compared up to the first such tie, and a test says how many texts must be free of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an engine may keep: `cold` is the folder on the SSD."""
+
+    cold: Path | None = None
+    hot_bytes: int = 2**30
+    block_tokens: int = 32
+    snapshot_tokens: int = 64
+
+    def spec(self, folder: Path) -> CacheSpec:
+        root = model_root(folder, None, "as computed")
+        return CacheSpec(root, self.block_tokens, str(self.cold) if self.cold else None, 0)
+
+    def hold(self, stages: int) -> Hold:
+        cold = 2**40 if self.cold else None
+        return Hold((self.hot_bytes,) * stages, cold, self.block_tokens, self.snapshot_tokens)
 
 
 def uneven(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
@@ -35,8 +57,13 @@ def uneven(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
 
 
 @asynccontextmanager
-async def engine(
-    folder: Path, stages: int = 1, limits: Limits = LIMITS, link: str = "tcp", place: Placement = place_local
+async def engine(  # noqa: PLR0913 (what tests vary)
+    folder: Path,
+    stages: int = 1,
+    limits: Limits = LIMITS,
+    link: str = "tcp",
+    place: Placement = place_local,
+    kept: Kept | None = None,
 ) -> AsyncIterator[tuple[Engine, Scheduler]]:
     """An open engine, and its scheduler for a test that changes the limits between requests."""
     spec = PipelineSpec(
@@ -46,9 +73,11 @@ async def engine(
         step_timeout_s=120,
         link=link,
         ring=partial(free_ring, stages) if link == "ring" else None,
+        cache=kept.spec(folder) if kept is not None else None,
     )
     scheduler = Scheduler(replace(limits, stages=stages))
-    opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place))
+    hold = kept.hold(stages) if kept is not None else None
+    opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place), hold=hold)
     await opened.open(lambda done, total: None)
     try:
         yield opened, scheduler

@@ -18,6 +18,8 @@ class Usage:
     """Tokens of a whole response; a prompt with several answers counts once."""
 
     prompt_tokens: int
+    cached_tokens: int
+    """Of the prompts' tokens, those that were not computed."""
     completion_tokens: int
     reasoning_tokens: int
 
@@ -26,7 +28,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 

@@ -61,8 +61,10 @@ class Exchange:
             yield DONE
 
     def _usage(self, replies: Replies) -> Usage:
+        prompts = replies.replies[:: self.n]
         return Usage(
-            prompt_tokens=sum(reply.prompt_tokens for reply in replies.replies[:: self.n]),
+            prompt_tokens=sum(reply.prompt_tokens for reply in prompts),
+            cached_tokens=sum(reply.cached_tokens for reply in prompts),
             completion_tokens=sum(reply.completion_tokens for reply in replies.replies),
             reasoning_tokens=sum(reply.reasoning_tokens for reply in replies.replies),
         )

@@ -1,0 +1,386 @@
+"""What the stages are told to keep, lay back, fetch, spill and give up: pure bookkeeping on the head.
+
+Names and holdings are the index's; here is when something is worth doing. A block is kept as soon as it is
+computed, written to the SSD a moment later, and evicted from RAM when that is full.
+A sequence starts behind the longest prefix that every stage holds: hot blocks are laid back by its first
+plans, cold ones are fetched first, and given up for computing where the disk is the slower of the two.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from omlx.cache.block import name, pack
+from omlx.cache.prefix_index import Entry, Match, PrefixIndex, Tier
+from omlx.ids import BlockId
+from omlx.node.sequence import Sequence
+from omlx.node.step import Cut, Keep, Restore, Slice
+from omlx.node.wire import BlockEntry, Catalogue, Holds
+
+LEAST_TOKENS = 16
+"""A shorter rest or hit is not worth a message."""
+RESTORED_TOKENS = 4096
+"""Laid back in one plan while others decode: they wait for the copying."""
+FETCHES, SPILLS = 8, 4
+"""Blocks that may be on their way from and to the SSD, for each stage."""
+IDLE_S = 1.0
+"""A block is written when it is so old: nobody waits for it, and what follows is computed already."""
+FETCH_WITHIN_S = 10.0
+"""A disk that gives nothing for so long is given up for computing."""
+RETRY_SLOW_S = 60.0
+"""After so long a disk that was slower than computing is tried again."""
+MOST_OVER = 1.25
+"""Of the hot budget: beyond it blocks go although they are not written yet."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the model was loaded; tokens are prompt tokens."""
+
+    lookups: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    restored_blocks: int = 0
+    fetched_blocks: int = 0
+    spilled_blocks: int = 0
+    evicted_blocks: int = 0
+    dropped_writes: int = 0
+    given_up_fetches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What may be held of one model."""
+
+    hot_bytes: tuple[int, ...]
+    """The budget of each stage."""
+    cold_bytes: int | None
+    """The budget of all stages together; None: there is no cold tier."""
+    block_tokens: int
+    """0: nothing is kept."""
+    snapshot_tokens: int
+    """Recurrent states are kept where a multiple of so many tokens ends, and at the end of a prompt."""
+    trimmable: bool = True
+    recurrent: bool = False
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """Owned by the scheduler."""
+
+    index: PrefixIndex
+    hold: Hold
+    counters: Counters = field(default_factory=Counters)
+    now: float = 0.0
+    """On time.monotonic; the engine sets it as it goes."""
+    _dirty: OrderedDict[BlockId, float] = field(default_factory=OrderedDict)
+    """Hot, and not yet cold on every stage: since when."""
+    _fetching: dict[BlockId, tuple[set[int], float]] = field(default_factory=dict)
+    """Stages that have not answered, and since when."""
+    _spilling: dict[BlockId, set[int]] = field(default_factory=dict)
+    _distrusted: set[BlockId] = field(default_factory=set)
+    _keeping: set[BlockId] = field(default_factory=set)
+    """Named in plans of this epoch, and not yet held."""
+    _fetch_s: float = 0.0
+    """Seconds that a block took from the SSD of the slowest stage, smoothed; 0: not measured."""
+    _slow_since: float | None = None
+
+    @property
+    def stages(self) -> int:
+        return len(self.hold.hot_bytes)
+
+    # ---------------------------------------------------------------- a sequence's way through
+
+    def begin(self, sequence: Sequence, block_compute_s: float) -> None:
+        """Look for what is held of a sequence that has nothing in the caches, and pin it.
+
+        block_compute_s: what a block is thought to take the slowest stage to compute; 0: nobody knows.
+        """
+        self.leave(sequence)
+        sequence.path.clear()
+        if sequence.distrusts or not self.hold.block_tokens:
+            return
+        tokens = pack(sequence.tokens)
+        match = self.index.longest(tokens, sequence.known - 1, self.now)
+        if self._too_slow(block_compute_s):
+            match = self._hot_part(match)
+        for id in match.blocks:
+            self.index.pin(id)
+        sequence.restoring.extend(match.blocks)
+        sequence.restore_end = match.tokens
+        sequence.path.extend(match.blocks[: match.tokens // self.hold.block_tokens])
+
+    def count(self, sequence: Sequence) -> None:
+        """It has got a place, and will use what was found of it."""
+        found = sequence.restore_end if sequence.restoring else 0
+        self.counters.lookups += 1
+        self.counters.hit_tokens += found
+        self.counters.missed_tokens += sequence.known - found
+
+    def _hot_part(self, match: Match) -> Match:
+        """As much of it as needs no reading."""
+        hot = self._ready(match.blocks)
+        if hot == len(match.blocks):
+            return match
+        return (
+            Match(match.blocks[:hot], hot * self.hold.block_tokens) if self.hold.trimmable else Match((), 0)
+        )
+
+    def _ready(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these, from the first on, are hot."""
+        return sum(1 for _ in takewhile(self.index.is_hot, blocks))
+
+    def leave(self, sequence: Sequence) -> None:
+        """It will not lay back what it has not yet."""
+        for id in sequence.restoring:
+            self.index.unpin(id)
+        sequence.restoring.clear()
+
+    def restore(self, sequence: Sequence, alone: bool) -> Restore | None:
+        """The next blocks that are hot, for the plan that is being made; None while there are none."""
+        self._give_up(sequence)
+        ready = self._ready(sequence.restoring)
+        if ready < len(sequence.restoring) and not self.hold.trimmable:
+            return None  # it could not go on from the middle
+        if not alone:
+            ready = min(ready, RESTORED_TOKENS // self.hold.block_tokens)
+        if not ready:
+            return None
+        blocks = tuple(sequence.restoring.popleft() for _ in range(ready))
+        for id in blocks:
+            self.index.unpin(id)
+        self.counters.restored_blocks += ready
+        start = sequence.issued
+        sequence.issued = min(start + ready * self.hold.block_tokens, sequence.restore_end)
+        return Restore(sequence.id, blocks, start, sequence.issued, sequence.known)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Compute what does not come."""
+        for id in sequence.restoring:
+            late = id in self._fetching and self.now - self._fetching[id][1] > FETCH_WITHIN_S
+            if late or self._is_gone(id):
+                self.counters.given_up_fetches += 1
+                self.leave(sequence)
+                del sequence.path[sequence.issued // self.hold.block_tokens :]
+                return
+
+    def _is_gone(self, id: BlockId) -> bool:
+        """Whether some stage has it neither in RAM nor on its SSD."""
+        return not set(self.index.missing(id, Tier.HOT)).isdisjoint(self.index.missing(id, Tier.COLD))
+
+    def cuts(self, slices: Iterable[Slice], prompts: dict[int, int]) -> tuple[Cut, ...]:
+        """What has to be set aside right after these slices; `prompts`: each sequence's own length."""
+        if self.hold.trimmable or not self.hold.block_tokens:
+            return ()
+        size, stride = self.hold.block_tokens, self.hold.snapshot_tokens
+        cuts = []
+        for piece in slices:
+            ends = [*range((piece.start // size + 1) * size, piece.end + 1, size)]
+            if piece.end == prompts[piece.seq] and piece.end % size >= LEAST_TOKENS:
+                ends.append(piece.end)
+            for end in ends:
+                at_end = end == piece.end and (end % stride == 0 or end == prompts[piece.seq])
+                cuts.append(Cut(piece.seq, (end - 1) // size * size, end, at_end))
+        return tuple(cuts)
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Where a chunk has to end at the latest, so that a state can be kept."""
+        if not self.hold.recurrent:
+            return end
+        return min(end, (start // self.hold.snapshot_tokens + 1) * self.hold.snapshot_tokens)
+
+    def keeps(self, sequence: Sequence, *, last: bool) -> list[Keep]:
+        """What was computed of a sequence since the last call, by name; `last`: it leaves, keep its rest."""
+        if not self.hold.block_tokens or sequence.restoring or sequence.issued == 0:
+            return []
+        size, found = self.hold.block_tokens, []
+        computed = min(sequence.computed, sequence.known)
+        while (len(sequence.path) + 1) * size <= computed:
+            start = len(sequence.path) * size
+            id, keeps = self._keep(sequence, start, start + size)
+            sequence.path.append(id)
+            found += keeps
+        start, prompt = len(sequence.path) * size, len(sequence.request.prompt)
+        if self.hold.trimmable:
+            if last and computed - start >= LEAST_TOKENS:
+                found += self._keep(sequence, start, computed)[1]
+        elif start < prompt <= computed and prompt - start >= LEAST_TOKENS and not sequence.prompt_kept:
+            sequence.prompt_kept = True
+            found += self._keep(sequence, start, prompt)[1]
+        return found
+
+    def _keep(self, sequence: Sequence, start: int, end: int) -> tuple[BlockId, list[Keep]]:
+        parent = sequence.path[-1] if sequence.path else self.index.root
+        tokens = pack(sequence.tokens[start:end])
+        id = name(parent, tokens)
+        if id in self._keeping or (self.hold.trimmable and self.index.is_hot(id)):
+            return id, []
+        self.index.add(Entry(id, parent, tokens, start))
+        self.index.pin(id)
+        self._keeping.add(id)
+        return id, [Keep(sequence.id, id, start, end)]
+
+    # ---------------------------------------------------------------- what the stages say
+
+    def held(self, stage: int, message: Holds) -> None:
+        """A stage has, or has no more, something of blocks in a tier."""
+        tier = Tier.HOT if message.tier == "hot" else Tier.COLD
+        for block in message.blocks:
+            id = block.id
+            if self.index.knows(id):
+                self.index.hold(id, stage, tier, block.bytes, block.restorable)
+            if tier is Tier.HOT:
+                self._answered(stage, id, block.bytes, message.seconds / len(message.blocks))
+            elif id in self._spilling:
+                self._spilled(stage, id, block.bytes)
+
+    def found(self, stage: int, message: Catalogue) -> None:
+        """A stage found blocks on its SSD."""
+        for entry, block in zip(message.entries, message.held, strict=True):
+            self.index.add(Entry(entry.id, entry.parent, entry.tokens, entry.start))
+            self.index.hold(entry.id, stage, Tier.COLD, block.bytes, block.restorable)
+
+    def lost(self, stage: int) -> None:
+        """A stage is started anew: its RAM is empty; what its SSD has, it will say."""
+        self.index.drop_stage(stage, Tier.HOT)
+        self.index.drop_stage(stage, Tier.COLD)
+
+    def distrust(self, blocks: Iterable[BlockId]) -> None:
+        """The epoch ended while these were laid back; perhaps because of them."""
+        self._distrusted.update(id for id in blocks if self.index.knows(id))
+
+    def rewind(self) -> None:
+        """Plans of the epoch that is over may not have been carried out."""
+        for id in self._keeping:
+            self.index.unpin(id)
+        self._keeping.clear()
+        for id in list(self._fetching):
+            self._end_fetch(id)
+        self._spilling.clear()
+
+    def _answered(self, stage: int, id: BlockId, bytes: int, seconds: float) -> None:
+        if id in self._fetching:
+            waiting, _ = self._fetching[id]
+            waiting.discard(stage)
+            if bytes and seconds:
+                self._fetch_s += (seconds - self._fetch_s) * (0.2 if self._fetch_s else 1.0)
+            if not waiting:
+                self._end_fetch(id)
+                self.counters.fetched_blocks += self.index.is_hot(id)
+        if id in self._keeping and self.index.is_hot(id):
+            self._keeping.remove(id)
+            self.index.unpin(id)
+        if bytes and self.hold.cold_bytes is not None and self.index.missing(id, Tier.COLD):
+            self._dirty.setdefault(id, self.now)
+
+    def _end_fetch(self, id: BlockId) -> None:
+        del self._fetching[id]
+        self.index.unpin(id)
+
+    def _spilled(self, stage: int, id: BlockId, bytes: int) -> None:
+        waiting = self._spilling[id]
+        waiting.discard(stage)
+        if not waiting:
+            del self._spilling[id]
+            self._dirty.pop(id, None)
+            if self.index.missing(id, Tier.COLD):
+                self.counters.dropped_writes += 1
+            else:
+                self.counters.spilled_blocks += 1
+
+    # ---------------------------------------------------------------- what they are told
+
+    def fetches(self, sequences: Iterable[Sequence]) -> tuple[BlockId, ...]:
+        """To be read now, for these sequences, in this order."""
+        wanted: list[BlockId] = []
+        for sequence in sequences:
+            for id in list(sequence.restoring)[:FETCHES]:
+                if len(self._fetching) >= FETCHES:
+                    return tuple(wanted)
+                if id not in self._fetching and not self.index.is_hot(id):
+                    self._fetching[id] = set(self.index.missing(id, Tier.HOT)), self.now
+                    self.index.pin(id)
+                    wanted.append(id)
+        return tuple(wanted)
+
+    def spills(self, *, all_of_them: bool = False) -> tuple[BlockEntry, ...]:
+        """To be written now: what is old enough, a few at a time."""
+        wanted = []
+        for id, since in list(self._dirty.items()):
+            if len(self._spilling) >= SPILLS or (not all_of_them and self.now - since < IDLE_S):
+                break
+            if id in self._spilling:
+                continue
+            missing = set(self.index.missing(id, Tier.COLD))
+            if not missing or self.index.missing(id, Tier.HOT):
+                del self._dirty[id]
+                continue
+            self._spilling[id] = missing
+            entry = self.index.entry(id)
+            wanted.append(BlockEntry(id, entry.parent, entry.tokens, entry.start))
+        return tuple(wanted)
+
+    def evicts(self) -> tuple[BlockId, ...]:
+        """To be dropped from RAM by the plan that is being made, whose restores are chosen already."""
+        gone = [id for id in self._distrusted if self.index.knows(id)]
+        self._distrusted.clear()
+        for id in gone:
+            self._forget_hot(id)
+        for stage, budget in enumerate(self.hold.hot_bytes):
+            over = self.index.used_bytes(stage, Tier.HOT) - budget
+            if over <= 0:
+                continue
+            for id in self.index.victims(Tier.HOT, stage, over):
+                if id in self._spilling or id in self._fetching:
+                    continue
+                if id in self._dirty:
+                    if self.index.used_bytes(stage, Tier.HOT) <= MOST_OVER * budget:
+                        self._dirty[id] = self.now - IDLE_S  # written next
+                        self._dirty.move_to_end(id, last=False)
+                        continue
+                    self._dirty.pop(id)
+                    self.counters.dropped_writes += 1
+                self._forget_hot(id)
+                gone.append(id)
+        self.counters.evicted_blocks += len(gone)
+        return tuple(gone)
+
+    def _forget_hot(self, id: BlockId) -> None:
+        for stage in range(self.stages):
+            if self.index.knows(id):
+                self.index.hold(id, stage, Tier.HOT, 0, False)
+
+    def purges(self, over_bytes: int) -> tuple[BlockId, ...]:
+        """To be deleted from the SSD, so that it gets so many bytes back; the answers come as Holds."""
+        if over_bytes <= 0:
+            return ()
+        victims = self.index.victims(Tier.COLD, 0, -(-over_bytes // self.stages))
+        return tuple(id for id in victims if id not in self._spilling)
+
+    @property
+    def dirty(self) -> int:
+        """Blocks that are not on the SSD yet."""
+        return len(self._dirty)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is due by the clock alone."""
+        return bool(self._dirty or self._fetching)
+
+    def _too_slow(self, block_compute_s: float) -> bool:
+        if not self._fetch_s or not block_compute_s or self._fetch_s <= block_compute_s:
+            self._slow_since = None
+            return False
+        if self._slow_since is None:
+            self._slow_since = self.now
+        if self.now - self._slow_since > RETRY_SLOW_S:
+            self._slow_since, self._fetch_s = None, 0.0
+            return False
+        return True
+
+
+def nothing_kept(stages: int = 1) -> Prefixes:
+    """Without a cache."""
+    root = BlockId(bytes(16))
+    return Prefixes(PrefixIndex(root, 1, stages, True), Hold((0,) * stages, None, 0, 0))

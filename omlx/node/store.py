@@ -1,0 +1,200 @@
+"""What a stage keeps of blocks: the hot tier in its RAM, and two threads between that and its SSD.
+
+The compute thread keeps, takes and evicts; it never waits for the SSD. What the head asks to fetch, spill or
+purge waits in bounded queues, and every request is answered, also by what could not be done.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Full, Queue
+
+import structlog
+
+from omlx.cache.block_file import BadBlock, Label
+from omlx.cache.shelf import Shelf
+from omlx.ids import BlockId
+from omlx.node.slab import Slab, from_tensors, to_tensors
+from omlx.node.wire import BlockEntry, CacheSpec, Catalogue, Fetch, Held, Holds, Purge, Spill
+
+log = structlog.get_logger()
+
+WAITING = 64
+"""Requests of the head that may wait for a thread; it has fewer on their way."""
+LISTED = 512
+"""Blocks of the SSD that are told in one message."""
+ROOM_AGAIN_S = 30.0
+"""A full disk is not asked again before."""
+
+Tell = Callable[[Holds | Catalogue], None]
+
+
+@dataclass(slots=True)
+class Refused:
+    """Since when the SSD takes nothing, on time.monotonic."""
+
+    since: float = -ROOM_AGAIN_S
+
+    @property
+    def still(self) -> bool:
+        return time.monotonic() - self.since < ROOM_AGAIN_S
+
+
+class Store:
+    """Owns the stage's blocks. `tell` is called from any of its threads."""
+
+    def __init__(self, spec: CacheSpec, places: Sequence[int], tell: Tell) -> None:
+        """`places`: numbers of the stage's caches among those of the whole model. Raises OSError."""
+        self.block_tokens = spec.block_tokens
+        self._spec = spec
+        self._tell = tell
+        self._places = tuple(places)
+        self._hot: dict[BlockId, Slab] = {}
+        self._lock = threading.Lock()
+        self._restorable: dict[BlockId, bool] = {}
+        """What the SSD has."""
+        self._refused = Refused()
+        self._reads: Queue[Fetch] = Queue(WAITING)
+        self._writes: Queue[Spill | Purge] = Queue(WAITING)
+        self._shelf = None
+        if spec.folder is not None:
+            span = (min(places), max(places) + 1) if places else (0, 0)
+            self._shelf = Shelf.open(Path(spec.folder), spec.root, *span)
+            for name, work in (("ssd-reader", self._read), ("ssd-writer", self._write)):
+                threading.Thread(target=work, name=name, daemon=True).start()
+
+    def tell_catalogue(self) -> None:
+        """What the SSD has of this stage's layers."""
+        lines = self._shelf.catalogue() if self._shelf is not None else []
+        self._restorable = {line.id: line.restorable for line in lines}
+        for first in range(0, len(lines), LISTED):
+            some = lines[first : first + LISTED]
+            entries = tuple(BlockEntry(line.id, line.parent, line.tokens, line.start) for line in some)
+            held = tuple(Held(line.id, line.bytes, line.restorable) for line in some)
+            self._tell(Catalogue(entries, held))
+
+    # ---------------------------------------------------------------- the compute thread
+
+    def keep(self, kept: Iterable[tuple[BlockId, Slab]]) -> None:
+        """Evaluated slabs. One that is there already stays: others may hold on to it."""
+        told = []
+        with self._lock:
+            for id, slab in kept:
+                slab = self._hot.setdefault(id, slab)
+                told.append(_held(id, slab))
+        if told:
+            self._tell(Holds("hot", tuple(told)))
+
+    def take(self, id: BlockId) -> Slab | None:
+        with self._lock:
+            return self._hot.get(id)
+
+    def evict(self, ids: Iterable[BlockId]) -> None:
+        """Out of RAM; the head knows."""
+        with self._lock:
+            for id in ids:
+                self._hot.pop(id, None)
+
+    # ---------------------------------------------------------------- the socket thread
+
+    def ask(self, message: Fetch | Spill | Purge) -> None:
+        """Queue it; what finds no room, or no SSD, is answered at once."""
+        if self._shelf is None:
+            self._decline(message)
+            return
+        try:
+            if isinstance(message, Fetch):
+                self._reads.put_nowait(message)
+            else:
+                self._writes.put_nowait(message)
+        except Full:
+            self._decline(message)
+
+    def _decline(self, message: Fetch | Spill | Purge) -> None:
+        match message:
+            case Fetch(ids):
+                self._tell(Holds("hot", tuple(self._held(id) for id in ids)))
+            case Spill(entries):
+                self._tell(Holds("cold", tuple(Held(entry.id, 0) for entry in entries)))
+            case Purge():
+                pass
+
+    def _held(self, id: BlockId) -> Held:
+        return _held(id, self.take(id))
+
+    # ---------------------------------------------------------------- the reader
+
+    def _read(self) -> None:
+        while True:
+            for id in self._reads.get().blocks:
+                started = time.monotonic()
+                if self.take(id) is not None:
+                    self._tell(Holds("hot", (self._held(id),)))
+                    continue
+                slab = self._load(id)
+                if slab is None:
+                    self._tell(Holds("cold", (Held(id, 0),)))
+                else:
+                    with self._lock:
+                        self._hot.setdefault(id, slab)
+                self._tell(Holds("hot", (self._held(id),), time.monotonic() - started))
+
+    def _load(self, id: BlockId) -> Slab | None:
+        assert self._shelf is not None
+        try:
+            tensors = self._shelf.gather(id, self._places)
+        except (BadBlock, OSError) as error:
+            log.warning("a kept block is of no use", block=id.hex(), why=str(error))
+            return None
+        return Slab(from_tensors(tensors), self._restorable.get(id, False))
+
+    # ---------------------------------------------------------------- the writer
+
+    def _write(self) -> None:
+        assert self._shelf is not None
+        while True:
+            match self._writes.get():
+                case Spill(entries):
+                    for entry in entries:
+                        self._tell(Holds("cold", (Held(*self._store(entry)),)))
+                case Purge(ids):
+                    for id in ids:
+                        self._shelf.remove(id)
+                        self._tell(Holds("cold", (Held(id, 0),)))
+
+    def _store(self, entry: BlockEntry) -> tuple[BlockId, int, bool]:
+        """What is on the SSD of the block afterwards: (id, bytes, restorable)."""
+        assert self._shelf is not None
+        slab = self.take(entry.id)
+        if slab is None or self._refused.still:
+            return entry.id, 0, False
+        try:
+            self._check_room(slab.nbytes)
+            label = Label(
+                id=entry.id,
+                parent=entry.parent,
+                tokens=entry.tokens,
+                start=entry.start,
+                restorable=slab.restorable,
+            )
+            line = self._shelf.store(label, to_tensors(slab.pieces))
+        except OSError as error:
+            self._refused.since = time.monotonic()
+            log.warning("the SSD takes no blocks for a while", folder=self._spec.folder, why=str(error))
+            return entry.id, 0, False
+        self._restorable[entry.id] = line.restorable
+        return entry.id, line.bytes, line.restorable
+
+    def _check_room(self, bytes: int) -> None:
+        assert self._spec.folder is not None
+        free = shutil.disk_usage(self._spec.folder).free
+        if free - bytes < self._spec.floor_bytes:
+            raise OSError(f"{free} bytes are free, of which {self._spec.floor_bytes} must stay")
+
+
+def _held(id: BlockId, slab: Slab | None) -> Held:
+    # A stage that keeps nothing of a block has all of it: 0 bytes would say the opposite.
+    return Held(id, 0) if slab is None else Held(id, max(1, slab.nbytes), slab.restorable)
