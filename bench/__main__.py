@@ -15,6 +15,7 @@ NAMES = (
     "pipeline",
     "emulated",
     "mixed_lengths",
+    "cache",
 )
 ON_REQUEST = ("peers", "performance", "fast_gpu")
 """They take long, need PyPI, write the documentation's figures, or need a GPU."""

@@ -19,10 +19,10 @@ from omlx.demo.models import build
 from omlx.ids import ModelId
 from omlx.node.client import Placement, StageProcess
 from omlx.node.engine import Engine
+from omlx.node.hold import Hold
 from omlx.node.limits import Limits
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
-from omlx.node.prefixes import Hold
 from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams

@@ -19,6 +19,8 @@ import psutil
 from omlx.bench import LoadClient, Timing
 from omlx.errors import OmlxError
 
+CACHE_FOLDER = "OMLX_PAGED_SSD_CACHE_DIR"
+"""Where our server keeps prefixes, in its environment."""
 READY_WITHIN_S = 180.0
 ANSWER_WITHIN_S = 300.0
 END_WITHIN_S = 10.0
@@ -79,7 +81,9 @@ class Server:
         raise SystemExit(self._complaint(f"{what} ({said})"))
 
     def tree(self) -> list[psutil.Process]:
-        """Its process and all below."""
+        """Its process and all below; nothing once it has ended."""
+        if self.process.returncode is not None:
+            return []  # its number may belong to somebody else by now
         try:
             root = psutil.Process(self.process.pid)
             return [root, *root.children(recursive=True)]
@@ -95,6 +99,11 @@ class Server:
         times = [process.cpu_times() for process in self.tree()]
         return sum(time.user + time.system for time in times)
 
+    async def kill(self) -> None:
+        """`kill -9`, of all its processes."""
+        _kill(self.tree())
+        await self.process.wait()
+
     def _complaint(self, what: str) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines() or ["nothing"]
         return f"bench: {self.launch.name} {what}; the last it said: {lines[-1]}"
@@ -109,10 +118,12 @@ def _peak_rss_bytes(pid: int) -> int:
 
 @asynccontextmanager
 async def running_server(launch: Launch) -> AsyncIterator[Server]:
-    """Its HOME is a new folder: no settings, and no prefix cache that an earlier run left there."""
+    """Its HOME is a new folder: no settings, and no prefix cache that an earlier run left there, unless the
+    launch names one."""
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix=f"bench-{launch.name}-") as home:
         log = Path(home) / "bench.log"
+        own = {CACHE_FOLDER: str(Path(home) / "kept")}
         quiet = {"HOME": home, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
         async with LoadClient(f"http://127.0.0.1:{port}/v1") as client:
             with log.open("wb") as said:
@@ -123,7 +134,7 @@ async def running_server(launch: Launch) -> AsyncIterator[Server]:
                     stdout=said,
                     stderr=said,
                     cwd=home,
-                    env=os.environ | launch.environment | quiet,
+                    env=os.environ | {**own, **launch.environment, **quiet},
                     # Ctrl-C is for the bench, which then ends its servers.
                     start_new_session=True,
                 )
@@ -142,11 +153,16 @@ async def _end(server: Server) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(END_WITHIN_S):
             await server.process.wait()
+    _kill(tree)
+    await server.process.wait()
+
+
+def _kill(tree: list[psutil.Process]) -> None:
+    """The first one first."""
     # psutil knows each by when it began, too: the number alone may belong to somebody else by now.
     for process in tree:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    await server.process.wait()
 
 
 def _free_port() -> int:

@@ -54,6 +54,16 @@ Link = Annotated[
     Literal["tcp", "ring", "jaccl"] | None,
     typer.Option(help="How stages hand on hidden states \\[default: tcp]."),
 ]
+Slowdown = Annotated[
+    float | None,
+    typer.Option(help="While prompts are read, answers' tokens come at most this many times slower."),
+]
+KvBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="8|4", help="Keep keys and values in so few bits, where they can be \\[default: as computed]."
+    ),
+]
 Trace = Annotated[
     Path | None, typer.Option(help="Write each model's steps into this folder, as a timeline for Perfetto.")
 ]
@@ -107,13 +117,11 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
     step_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens computed in one step \\[default: 512].")
     ] = None,
-    slowdown: Annotated[
-        float | None,
-        typer.Option(help="While prompts are read, answers' tokens come at most this many times slower."),
-    ] = None,
+    slowdown: Slowdown = None,
     context_tokens: Annotated[
         int | None, typer.Option(help="Longest prompt and answer \\[default: the model's own].")
     ] = None,
+    kv_bits: KvBits = None,
     cache: Cache = None,
     hot_cache_max_size: HotCacheSize = None,
     paged_ssd_cache_dir: CacheFolder = None,
@@ -141,6 +149,7 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
         step_tokens=step_tokens,
         slowdown=slowdown,
         context_tokens=context_tokens,
+        kv_bits=kv_bits,
         cache=cache,
         hot_cache_max_size=hot_cache_max_size,
         paged_ssd_cache_dir=paged_ssd_cache_dir,

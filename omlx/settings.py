@@ -59,6 +59,8 @@ class Settings(BaseSettings):
     """While prompts are computed, running answers' tokens come at most this many times slower."""
     context_tokens: int | None = Field(default=None, ge=16)
     """Longest prompt + answer; default: what the model's config says."""
+    kv_bits: Literal[4, 8] | None = None
+    """Of each number in keys and values of layers that keep every token; none: as the model computes them."""
     cache: bool = True
     """Whether keys and values of prompts are kept. Without, no other setting of the cache is looked at."""
     hot_cache_max_size: Size = "10%"
@@ -88,6 +90,12 @@ class Settings(BaseSettings):
         except ValidationError:
             return given  # the field itself says what is wrong
         return given if cache else {name: value for name, value in given.items() if name not in OF_THE_CACHE}
+
+    @field_validator("kv_bits", mode="before")
+    @classmethod
+    def _number(cls, given: Any) -> Any:
+        """The environment has text."""
+        return int(given) if isinstance(given, str) and given.isdecimal() else given
 
     @field_validator("paged_ssd_cache_dir")
     @classmethod

@@ -64,6 +64,10 @@ class Known:
     worth: Worth
     held: list[int] = field(default_factory=lambda: [0, 0])
     restorable: list[int] = field(default_factory=lambda: [0, 0])
+    coming: bool = False
+    """Whether every stage is about to hold it in RAM."""
+    ends: bool = False
+    """Whether they will be able to go on from its end then."""
 
     def mark(self, tier: Tier, bit: int, holds: bool, restorable: bool) -> None:
         for mask, wanted in ((self.held, holds), (self.restorable, holds and restorable)):
@@ -119,6 +123,14 @@ class PrefixIndex:
         if not bytes:
             self._forget(id)
 
+    def expect(self, id: BlockId, coming: bool, restorable: bool = False) -> None:
+        """Every stage is about to hold it in RAM, or is no more: a match counts on it, and its user waits.
+        Raises KeyError."""
+        known = self._known[id]
+        before = self._may_end(known)
+        known.coming, known.ends = coming, coming and restorable
+        self._place(known, before)
+
     def drop_stage(self, stage: int, tier: Tier) -> None:
         """A stage that started anew holds nothing in this tier. O(blocks).
 
@@ -130,7 +142,9 @@ class PrefixIndex:
             self._forget(id)
 
     def longest(self, tokens: bytes, limit: int, now: float) -> Match:
-        """The longest known prefix of packed `tokens`, `limit` tokens at most: a use of each of its blocks.
+        """The longest prefix of packed `tokens`, `limit` tokens at most, that is held, or is about to be.
+
+        That is a use of each of its blocks.
 
         Trimmable: full blocks, and behind them the one that shares most with what follows, LEAST_PART tokens
         at least. Not trimmable: it ends with a block, full or not, that every stage can go on from, and of
@@ -154,6 +168,10 @@ class PrefixIndex:
     def is_hot(self, id: BlockId) -> bool:
         """Whether every stage can lay it back at once."""
         return not self.missing(id, Tier.HOT)
+
+    def is_restorable(self, id: BlockId) -> bool:
+        """Whether every stage can go on from its end, by what it holds now."""
+        return id in self._known and self._restorable(self._known[id])
 
     def missing(self, id: BlockId, tier: Tier) -> tuple[int, ...]:
         """The stages that do not hold it in this tier: all of them, if it is not known."""
@@ -231,6 +249,10 @@ class PrefixIndex:
     def _mark(self, known: Known, stage: int, tier: Tier, holds: bool, restorable: bool) -> None:
         before = self._may_end(known)
         known.mark(tier, 1 << stage, holds, restorable)
+        self._place(known, before)
+
+    def _place(self, known: Known, before: bool) -> None:
+        """Among its parent's children, if it has become or ceased to be one at which a match may end."""
         after = self._may_end(known)
         if before != after:
             family = self._families[known.entry.parent]
@@ -240,12 +262,15 @@ class PrefixIndex:
                 family.remove(known.entry.tokens, known.entry.id)
 
     def _usable(self, known: Known) -> bool:
-        return known.held[0] | known.held[1] == self._every_stage
+        return known.coming or known.held[0] | known.held[1] == self._every_stage
 
     def _may_end(self, known: Known) -> bool:
         """Whether a match may end within it, or at its end."""
         if self.trimmable or not self._usable(known):
             return self._usable(known)
+        return known.ends or self._restorable(known)
+
+    def _restorable(self, known: Known) -> bool:
         hot, cold = known.restorable
         # What is hot is laid back as it is, though the cold copy may have more.
         return hot | (cold & ~known.held[Tier.HOT.value]) == self._every_stage

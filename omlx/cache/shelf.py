@@ -204,7 +204,9 @@ class Shelf:
         return self._own.load(id, self._buffers)
 
     def remove(self, id: BlockId) -> None:
-        self._own.remove(id)
+        """From all spans that have some of the layers: what is left elsewhere would take room unseen."""
+        for span in self._spans:
+            span.remove(id)
 
     def gather(self, id: BlockId, layers: Collection[int]) -> list[Tensor]:
         """The tensors of these layers, by layer, from the span's own file and those of other spans.
@@ -240,19 +242,24 @@ class Shelf:
         sources = self._sources(id, self._own.layers)
         if not sources:
             return None
-        first, *more = (source.lines[id] for source in sources)
-        if not more:
-            return first
+        lines = [source.lines[id] for source in sources]
         return replace(
-            first,
-            bytes=first.bytes + sum(line.bytes for line in more),
-            checksum="",
-            restorable=first.restorable and all(line.restorable for line in more),
+            lines[0],
+            bytes=sum(self._share(source, source.lines[id].bytes) for source in sources),
+            checksum=lines[0].checksum if len(lines) == 1 else "",
+            restorable=all(line.restorable for line in lines),
         )
 
+    def _share(self, source: Span, bytes: int) -> int:
+        """What of a file is this span's: the rest is counted by the span that has its other layers."""
+        common = min(source.last, self._own.last) - max(source.first, self._own.first)
+        return bytes * common // len(source.layers)
+
     def _sources(self, id: BlockId, layers: Collection[int]) -> list[Span] | None:
-        holders = [span for span in self._spans if id in span.lines]
-        restorable = [span for span in holders if span.lines[id].restorable]
+        # Another thread may remove it meanwhile.
+        found = [(span, line) for span in self._spans if (line := span.lines.get(id)) is not None]
+        holders = [span for span, _ in found]
+        restorable = [span for span, line in found if line.restorable]
         return cover(layers, restorable) or cover(layers, holders)
 
 

@@ -21,13 +21,13 @@ from omlx.ids import ModelId
 from omlx.node.client import Placement
 from omlx.node.engine import Engine
 from omlx.node.health import ModelCard, ModelHealth
+from omlx.node.hold import Hold
 from omlx.node.library import Library
 from omlx.node.limits import Limits
 from omlx.node.manifest import ModelManifest, read_manifest
 from omlx.node.meters import ModelFigures
 from omlx.node.model_config import read_config
 from omlx.node.pipeline import Pipeline, PipelineSpec
-from omlx.node.prefixes import Hold
 from omlx.node.scheduler import Scheduler
 from omlx.node.timeline import Timeline
 from omlx.node.wire import CacheSpec
@@ -150,7 +150,7 @@ class Coordinator:
             return await self._load(id, folder)
 
     async def _load(self, id: ModelId, folder: Path) -> Served:
-        manifest = await asyncio.to_thread(read_manifest, folder)
+        manifest = await asyncio.to_thread(read_manifest, folder, self._settings.kv_bits)
         for warning in manifest.warnings:
             log.warning("model folder", model=id, what=warning)
         plan, hot_bytes = self._plan(id, manifest)
@@ -179,7 +179,8 @@ class Coordinator:
         )
         self._context[id] = context
         if cache is not None:
-            await asyncio.to_thread(self._keeping.loaded, cache.root, engine.housekeeper.cold_bytes)
+            keeper = engine.housekeeper
+            await asyncio.to_thread(self._keeping.loaded, cache.root, keeper.cold_bytes, keeper)
         used = hot_bytes + sum(stage.weights + stage.kv for stage in plan.stages)
         return Served(engine, chat, used)
 
@@ -235,6 +236,7 @@ class Coordinator:
             ring=partial(free_ring, len(plan.stages)) if settings.link != "tcp" and not whole else None,
             memory_shares=tuple(self._gpu_share(stage) for stage in plan.stages),
             cache=cache,
+            kv_bits=settings.kv_bits,
         )
         limits = Limits(
             places=settings.max_concurrent_requests,
@@ -245,7 +247,8 @@ class Coordinator:
             capacity_tokens=capacity,
         )
         engine = Engine(id, Scheduler(limits), Pipeline(spec, self._place), self._timeline(id), hold)
-        engine.housekeeper.over_budget = self._keeping.over
+        if cache is not None:
+            engine.housekeeper.over_budget = partial(self._keeping.over_for, cache.root)
         return engine
 
     def _timeline(self, id: ModelId) -> Timeline | None:

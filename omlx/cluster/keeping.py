@@ -16,14 +16,22 @@ from omlx.cache.identity import identity_of
 from omlx.cluster.planner import ShardPlan
 from omlx.errors import BadSetting
 from omlx.ids import BlockId, ModelId
-from omlx.node.prefixes import Hold
+from omlx.node.hold import Hold
+from omlx.node.housekeeping import Housekeeper
 from omlx.node.wire import CacheSpec
 from omlx.settings import Settings
 
 log = structlog.get_logger()
 
+ANY_VOLUME = 10**15
+"""Bytes: the smallest share of it is not 0."""
 PLAIN = "as computed"
 """The format of keys and values that are kept as the model computes them."""
+
+
+def kv_format(bits: int | None) -> str:
+    """By what blocks of one setting differ from those of another."""
+    return PLAIN if bits is None else f"{bits} bits"
 
 
 @dataclass(slots=True)
@@ -38,6 +46,7 @@ class Keeping:
     floor_bytes: int = 0
     _used: dict[BlockId, Callable[[], int]] = field(default_factory=dict)
     """Of the loaded models: bytes in the cold tier."""
+    _housekeepers: dict[BlockId, Housekeeper] = field(default_factory=dict)
     _others: int = 0
     """Bytes of models that are not loaded."""
     _trimming: threading.Lock = field(default_factory=threading.Lock)
@@ -56,7 +65,8 @@ class Keeping:
         if not self.on:
             return None
         memo = self.folder.path / "digests.json" if self.folder is not None else None
-        identity = identity_of(model_folder, memo, PLAIN)
+        identity = identity_of(model_folder, memo, kv_format(self.settings.kv_bits))
+        identity["block_tokens"] = str(self.settings.cache_block_tokens)
         root = root_of(identity)
         if self.folder is not None:
             try:
@@ -70,31 +80,50 @@ class Keeping:
         """What a model cut like this may keep: RAM in proportion to the stages' keys and values."""
         whole = sum(stage.kv for stage in plan.stages) or 1
         return Hold(
-            hot_bytes=tuple(hot_bytes * stage.kv // whole for stage in plan.stages),
+            # A stage without caches counts a byte a block, and must not be full because of them.
+            hot_bytes=tuple(hot_bytes * stage.kv // whole or min(hot_bytes, 2**20) for stage in plan.stages),
             cold_bytes=self.cold_bytes if self.folder is not None else None,
             block_tokens=self.settings.cache_block_tokens,
             snapshot_tokens=self.settings.cache_snapshot_tokens,
         )
 
-    def loaded(self, root: BlockId, used: Callable[[], int]) -> None:
+    def loaded(self, root: BlockId, used: Callable[[], int], housekeeper: Housekeeper | None = None) -> None:
         """A model is served from now on; `used` tells its bytes in the cold tier."""
         self._used[root] = used
+        if housekeeper is not None:
+            self._housekeepers[root] = housekeeper
         if self.folder is not None:
             self._count_others()
 
+    def over_for(self, root: BlockId) -> int:
+        """Bytes that this model has to give up. A loaded model that nobody has asked for longer gives first:
+        it is told to."""
+        over = self.over()
+        if not over or root not in self._housekeepers:
+            return over
+        holders = [keeper for keeper in self._housekeepers.values() if keeper.cold_bytes()]
+        idle = min(holders, key=lambda keeper: keeper.last_used, default=None)
+        if idle is None or idle is self._housekeepers[root]:
+            return over
+        idle.purge(over)
+        return 0
+
     def over(self) -> int:
         """Bytes that loaded models have to give up. Models that are not loaded give theirs first."""
-        over = self._others + sum(used() for used in self._used.values()) - self.cold_bytes
+        # A copy: another thread may add a model that is loaded now.
+        loaded = sum(used() for used in list(self._used.values()))
+        over = self._others + loaded - self.cold_bytes
         if self.folder is None or over <= 0:
             return 0
         if self._others and self._trimming.acquire(blocking=False):
-            threading.Thread(target=self._trim_others, name="cache-trim", daemon=True).start()
+            budget = max(self.cold_bytes, loaded)  # whose blocks these are gives them up itself
+            threading.Thread(target=self._trim_others, args=(budget,), name="cache-trim", daemon=True).start()
         return max(0, over - self._others)
 
-    def _trim_others(self) -> None:
+    def _trim_others(self, budget_bytes: int) -> None:
         assert self.folder is not None
         try:
-            trim(self.folder.path, self.cold_bytes, self.floor_bytes, list(self._used))
+            trim(self.folder.path, budget_bytes, self.floor_bytes, list(self._used))
             self._count_others()
         except OSError as error:
             log.warning("cache folder", folder=str(self.folder.path), why=str(error))
@@ -113,7 +142,7 @@ def keeping(settings: Settings, ceiling_bytes: int) -> Iterator[Keeping]:
 
     Raises BadSetting where it cannot be used.
     """
-    if not settings.cache or parse_size(settings.paged_ssd_cache_max_size, 100, "") == 0:
+    if not settings.cache or parse_size(settings.paged_ssd_cache_max_size, ANY_VOLUME, "") == 0:
         yield Keeping(settings, ceiling_bytes)
         return
     folder = Folder.open(settings.paged_ssd_cache_dir)

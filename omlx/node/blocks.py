@@ -74,14 +74,22 @@ class Blocks:
                 if slab is None:
                     raise OutOfStep(f"block {id.hex()} is not here")
                 laying.add(slab.pieces, min(self.store.block_tokens, restore.end - laying.tokens))
-            self.rows.put(restore.seq, laying.finish(), restore.end)
+            if (
+                slab is not None and slab.restorable
+            ):  # else more blocks come: a recurrent layer has no snapshot here
+                self.rows.put(restore.seq, laying.finish(), restore.end)
             arrays += laying.arrays()
         return arrays
 
     def begin(self, seqs: Iterable[SeqId]) -> None:
-        """These are computed now: no more blocks come for them, and their caches are their own."""
+        """These are computed now: no more blocks come for them, and their caches are their own.
+
+        Raises OutOfStep where a row cannot go on from the last block that was laid for it.
+        """
         for seq in seqs:
-            self._laying.pop(seq, None)
+            laying = self._laying.pop(seq, None)
+            if laying is not None and laying.tokens != self.rows.where(seq)[2]:
+                self.rows.put(seq, laying.finish(), laying.tokens)
 
     def store_kept(self, kept: list[tuple[BlockId, Slab]]) -> None:
         """What `keep` gave, once it is computed."""

@@ -18,10 +18,10 @@ from omlx.ids import ModelId, SeqId
 from omlx.node.cache_figures import cache_figures
 from omlx.node.client import Measured
 from omlx.node.health import ModelHealth, ModelState
+from omlx.node.hold import Hold
 from omlx.node.housekeeping import Housekeeper
 from omlx.node.meters import Meters, ModelFigures
 from omlx.node.pipeline import Pipeline
-from omlx.node.prefixes import Hold
 from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request, Token
 from omlx.node.step import StepPlan, StepResult
@@ -234,10 +234,12 @@ class Engine:
         return lost
 
     def _tell_reused(self, plan: StepPlan) -> None:
-        for restore in plan.restores:
-            stream = self._streams.get(restore.seq)
+        # Who enters begins anew: what was laid back in an epoch that is over is of no use.
+        reused = [*((admit.seq, 0) for admit in plan.admits), *((r.seq, r.end) for r in plan.restores)]
+        for seq, tokens in reused:
+            stream = self._streams.get(seq)
             if stream is not None and not stream.started:
-                stream.cached_tokens = restore.end
+                stream.cached_tokens = tokens
 
     def _deliver(self, result: StepResult) -> None:
         now = time.monotonic()

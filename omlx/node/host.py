@@ -153,7 +153,7 @@ class StageHost:
         try:
             if load.ring:
                 self._group = join_group(load.ring, load.rank, load.backend)
-            cut = load_span(Path(load.folder), load.start, load.end, self._loading)
+            cut = load_span(Path(load.folder), load.start, load.end, self._loading, load.kv_bits)
         except BadModel as error:
             self._send(Refusal(type(error).__name__, str(error)))
             return
@@ -162,14 +162,14 @@ class StageHost:
             self._stage.blocks.store = self._store = open_store(load.cache, places_of(cut), self._send)
         self._listener = socket.create_server((load.listen_host, 0), backlog=8)
         port: int = self._listener.getsockname()[1]
-        batches = can_share(cut.prototypes)
+        mixes = self._stage.mixed is not None
         self._send(
             Loaded(
                 port,
                 mx.get_active_memory(),
                 peak_rss_bytes(),
-                batches,
-                self._stage.mixed is not None,
+                mixes or can_share(cut.prototypes),
+                mixes,
                 storable=self._store is not None,
                 trimmable=trimmable(cut.prototypes),
                 recurrent=has_states(cut.prototypes),

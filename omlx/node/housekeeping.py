@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import structlog
 
 from omlx.cache.prefix_index import PrefixIndex, Tier
+from omlx.node.hold import Hold
 from omlx.node.pipeline import Pipeline
-from omlx.node.prefixes import Hold, Prefixes, nothing_kept
+from omlx.node.prefixes import Prefixes, nothing_kept
 from omlx.node.scheduler import Scheduler
 from omlx.node.wire import Catalogue, Fetch, Purge, Spill
 
@@ -66,9 +67,14 @@ class Housekeeper:
         if spills := prefixes.spills():
             pipeline.tell(Spill(spills))
 
-    def purge(self) -> None:
-        """Give up what is over the budget of the cold tier."""
-        if purges := self.scheduler.prefixes.purges(self.over_budget()):
+    @property
+    def last_used(self) -> float:
+        """When something happened to this model, on time.monotonic."""
+        return self.scheduler.prefixes.now
+
+    def purge(self, over_bytes: int) -> None:
+        """Give up so many bytes of the cold tier."""
+        if purges := self.scheduler.prefixes.purges(over_bytes):
             self.pipeline.tell(Purge(purges))
 
     async def flush(self) -> None:
@@ -76,10 +82,12 @@ class Housekeeper:
         end = time.monotonic() + FLUSH_WITHIN_S
         prefixes = self.scheduler.prefixes
         while prefixes.dirty and (left := end - time.monotonic()) > 0:
-            if any(stage.lost is not None for stage in self.pipeline.stages):
+            if not self.pipeline.stages or any(stage.lost is not None for stage in self.pipeline.stages):
                 break
             if spills := prefixes.spills(all_of_them=True):
                 self.pipeline.tell(Spill(spills))
+            if not prefixes.dirty:
+                break
             try:
                 async with asyncio.timeout(left):
                     await self.pipeline.events.get()
@@ -103,4 +111,4 @@ class Housekeeper:
                 prefixes.held(kept.stage, kept.message)
             written |= isinstance(kept.message, Catalogue) or kept.message.tier == "cold"
         if written:
-            self.purge()
+            self.purge(self.over_budget())

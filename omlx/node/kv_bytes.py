@@ -5,13 +5,15 @@ caches expanded keys, V3 the compressed latent; Qwen 3 ignores `layer_types`, Ll
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omlx.errors import BadModel
 from omlx.node.model_config import ModelConfig
 
 # mlx-lm's gated delta rule keeps its state in float32, whatever the model's own dtype is.
 STATE_ITEM_BYTES = 4
+GROUPS = (64, 32)
+"""Numbers of a quantised key or value that share a scale and a bias; the first that fits is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,9 @@ class LayerKv:
         return self.fixed + self.per_token * kept
 
 
-def layer_caches(config: ModelConfig, item_bytes: int) -> tuple[LayerKv, ...]:
-    """One LayerKv per layer; `item_bytes` is the size of one number in keys and values.
+def layer_caches(config: ModelConfig, item_bytes: int, kv_bits: int | None = None) -> tuple[LayerKv, ...]:
+    """One LayerKv per layer; `item_bytes` is the size of one number in keys and values. With `kv_bits`, those
+    of layers that keep every token are quantised, each group with a scale and a bias of `item_bytes`.
 
     A family that is not in the table is taken to keep keys and values of every token in every layer.
     That is right for most and never too little for those with windows or recurrent layers of their own,
@@ -47,7 +50,23 @@ def layer_caches(config: ModelConfig, item_bytes: int) -> tuple[LayerKv, ...]:
     Raises BadModel where config.json lacks a field that decides the bytes.
     """
     rule = FAMILIES.get(config.family, _full)
-    return rule(config, item_bytes)
+    layers = rule(config, item_bytes)
+    if kv_bits is None:
+        return layers
+    group = group_size(*_widths(config)) or GROUPS[-1]
+    return tuple(_quantised(layer, item_bytes, kv_bits, group) for layer in layers)
+
+
+def group_size(*widths: int) -> int | None:
+    """How many numbers of heads of such `widths` are quantised together; None where that cannot be."""
+    return next((group for group in GROUPS if not any(width % group for width in widths)), None)
+
+
+def _quantised(layer: LayerKv, item_bytes: int, bits: int, group: int) -> LayerKv:
+    if layer.window_tokens is not None:
+        return layer
+    numbers = layer.per_token // item_bytes
+    return replace(layer, per_token=numbers * bits // 8 + 2 * item_bytes * (numbers // group))
 
 
 def attention_heads(config: ModelConfig) -> int:
@@ -61,6 +80,15 @@ def head_dim(config: ModelConfig) -> int:
     if named:
         return named
     return config.need("hidden_size", "n_embd", "d_model", "model_dim") // attention_heads(config)
+
+
+def _widths(config: ModelConfig) -> tuple[int, ...]:
+    """Numbers in one head's key, and in its value where that is another number, of layers that keep all."""
+    if FAMILIES.get(config.family) is _expanded:
+        return config.need("qk_nope_head_dim") + config.need("qk_rope_head_dim"), config.need("v_head_dim")
+    if config.family == "gemma4_text":
+        return (config.count("global_head_dim") or config.need("head_dim"),)
+    return (head_dim(config),)
 
 
 def _kv_heads(config: ModelConfig) -> int:

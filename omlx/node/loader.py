@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from omlx.errors import BadModel
+from omlx.node.kv_bits import quantised_caches
 from omlx.node.slicing import HEADS, Cut, cut_model, refuse_uncuttable
 
 Progress = Callable[[int, int], None]
@@ -23,17 +24,23 @@ BLOCK_ROWS = 512
 """Turned at a time: a block stays in the processor's cache. An embedding in one piece takes twice as long."""
 
 
-def load_span(folder: Path, start: int, end: int | None, progress: Progress) -> Cut:
+def load_span(
+    folder: Path, start: int, end: int | None, progress: Progress, kv_bits: int | None = None
+) -> Cut:
     """Layers [start, end) of the model in `folder`, evaluated; `end` None means all the rest.
 
-    Raises BadModel where the folder is not a model that mlx-lm knows, or where one parameter of the
-    model has no tensor in the files (it would stay random), CannotSplit where it cannot be cut.
+    kv_bits: plain keys and values are kept in so many bits; None: as they are computed.
+    Raises BadModel where the folder is not a model that mlx-lm knows, where one parameter of the model has
+    no tensor in the files (it would stay random), or where its attention does not read so few bits;
+    CannotSplit where it cannot be cut.
     """
     model, config = _open(folder)
+    family = str(config.get("model_type"))
     whole = start == 0 and (end is None or end == len(model.layers))
     if not whole:
-        refuse_uncuttable(str(config.get("model_type")), config)
-    cut = cut_model(model, start, len(model.layers) if end is None else end)
+        refuse_uncuttable(family, config)
+    prototypes = None if kv_bits is None else quantised_caches(model, kv_bits, family)
+    cut = cut_model(model, start, len(model.layers) if end is None else end, prototypes)
     _read(cut.model, _multiplied(cut), progress)
     return cut
 

@@ -166,8 +166,10 @@ class ModelManifest:
             raise ValueError(f"span [{start}, {end}) of a model with {self.num_layers} layers")
 
 
-def read_manifest(folder: Path) -> ModelManifest:
+def read_manifest(folder: Path, kv_bits: int | None = None) -> ModelManifest:
     """Read config.json and the headers of all weight files of `folder`; no tensor is read.
+
+    kv_bits: keys and values are quantised to so many bits where they can be; None: nowhere.
 
     Original fp8 checkpoints are counted as the bf16 that mlx-lm unpacks them to.
 
@@ -178,7 +180,7 @@ def read_manifest(folder: Path) -> ModelManifest:
     weights = read_weight_files(folder)
     parts = _sort_out(config, weights)
     item_bytes = _item_bytes(config, weights.tensors)
-    caches = layer_caches(config, item_bytes)
+    caches = layer_caches(config, item_bytes, kv_bits)
     return ModelManifest(
         folder=folder,
         model_type=config.model_type,
@@ -194,7 +196,7 @@ def read_manifest(folder: Path) -> ModelManifest:
         hidden_size=_hidden_size(config),
         vocab_size=_vocab_size(config, weights.tensors),
         row_bytes=_row_bytes(config, item_bytes),
-        score_bytes=_score_bytes(config, item_bytes),
+        score_bytes=_score_bytes(config, item_bytes, kv_bits),
         quantization=_quantization(config),
         files=weights.files,
         warnings=weights.warnings,
@@ -329,8 +331,10 @@ def _row_bytes(config: ModelConfig, item_bytes: int) -> int:
     return (4 * _hidden_size(config) + heads + 3 * max(dense, sparse + shared)) * item_bytes
 
 
-def _score_bytes(config: ModelConfig, item_bytes: int) -> int:
-    fused = head_dim(config) in FUSED_HEAD_DIMS and config.family not in LATENT_FAMILIES
+def _score_bytes(config: ModelConfig, item_bytes: int, kv_bits: int | None) -> int:
+    # Over quantised keys no attention is fused.
+    fusable = head_dim(config) in FUSED_HEAD_DIMS and config.family not in LATENT_FAMILIES
+    fused = fusable and kv_bits is None
     return 0 if fused else attention_heads(config) * item_bytes
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.ministral3 import _get_llama_4_attn_scale as position_scale
 
 from omlx.node.slicing import CUTTABLE, Cut, GroupedMask, Skip, layer_list
 
 MIXED = CUTTABLE
 """The families whose mixed forwards were compared with each block alone (tests/node/test_mixing.py)."""
-KINDS = (KVCache, RotatingKVCache, ArraysCache)
+KINDS = (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache)
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SCALING = ("mlx_lm.models.ministral3", "mlx_lm.models.mistral4")
 """Their forward makes one scale for the queries of all layers, out of the offset of slot 0."""

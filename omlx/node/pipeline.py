@@ -39,6 +39,8 @@ class PipelineSpec:
     """Each stage's part of its machine's GPU limits; None: equal parts of one machine."""
     cache: CacheSpec | None = None
     """Where stages keep what they computed; None: nowhere."""
+    kv_bits: int | None = None
+    """Of each number in plain keys and values; None: as the model computes them."""
 
 
 class Pipeline:
@@ -124,8 +126,9 @@ class Pipeline:
             self._ring = self.spec.ring()
         await _all(self._end(stage) for stage in dead)
         # Their RAM is empty; what is still queued of them is about the processes before.
-        self.fresh += [stage.index for stage in dead]
-        self.kept = deque(kept for kept in self.kept if kept.stage not in self.fresh)
+        gone = {stage.index for stage in dead}
+        self.fresh += gone
+        self.kept = deque(kept for kept in self.kept if kept.stage not in gone)
         fresh = await _all(self._start(stage.index, lambda done, total: None) for stage in dead)
         for stage in fresh:
             self.stages[stage.index] = stage
@@ -192,6 +195,7 @@ class Pipeline:
             rank=index,
             backend=self.spec.link,
             cache=self.spec.cache,
+            kv_bits=self.spec.kv_bits,
         )
         try:
             await client.load(load, told, self.spec.load_timeout_s)

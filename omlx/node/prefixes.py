@@ -9,17 +9,17 @@ plans, cold ones are fetched first, and given up for computing where the disk is
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from omlx.cache.block import name, pack
 from omlx.cache.prefix_index import Entry, Match, PrefixIndex, Tier
 from omlx.ids import BlockId
+from omlx.node.hold import LEAST_TOKENS, Counters, Hold
+from omlx.node.reading import Reading
 from omlx.node.sequence import Sequence
-from omlx.node.step import Cut, Keep, Restore, Slice
+from omlx.node.step import Keep, Restore
 from omlx.node.wire import BlockEntry, Catalogue, Holds
 
-LEAST_TOKENS = 16
-"""A shorter rest or hit is not worth a message."""
 RESTORED_TOKENS = 4096
 """Laid back in one plan while others decode: they wait for the copying."""
 FETCHES, SPILLS = 8, 4
@@ -28,41 +28,8 @@ IDLE_S = 1.0
 """A block is written when it is so old: nobody waits for it, and what follows is computed already."""
 FETCH_WITHIN_S = 10.0
 """A disk that gives nothing for so long is given up for computing."""
-RETRY_SLOW_S = 60.0
-"""After so long a disk that was slower than computing is tried again."""
 MOST_OVER = 1.25
 """Of the hot budget: beyond it blocks go although they are not written yet."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the model was loaded; tokens are prompt tokens."""
-
-    lookups: int = 0
-    hit_tokens: int = 0
-    missed_tokens: int = 0
-    restored_blocks: int = 0
-    fetched_blocks: int = 0
-    spilled_blocks: int = 0
-    evicted_blocks: int = 0
-    dropped_writes: int = 0
-    given_up_fetches: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """What may be held of one model."""
-
-    hot_bytes: tuple[int, ...]
-    """The budget of each stage."""
-    cold_bytes: int | None
-    """The budget of all stages together; None: there is no cold tier."""
-    block_tokens: int
-    """0: nothing is kept."""
-    snapshot_tokens: int
-    """Recurrent states are kept where a multiple of so many tokens ends, and at the end of a prompt."""
-    trimmable: bool = True
-    recurrent: bool = False
 
 
 @dataclass(slots=True)
@@ -74,17 +41,22 @@ class Prefixes:
     counters: Counters = field(default_factory=Counters)
     now: float = 0.0
     """On time.monotonic; the engine sets it as it goes."""
+    kept: int = 0
+    """Blocks that were named since the start: with each, a longer prefix may be known."""
     _dirty: OrderedDict[BlockId, float] = field(default_factory=OrderedDict)
     """Hot, and not yet cold on every stage: since when."""
     _fetching: dict[BlockId, tuple[set[int], float]] = field(default_factory=dict)
     """Stages that have not answered, and since when."""
     _spilling: dict[BlockId, set[int]] = field(default_factory=dict)
     _distrusted: set[BlockId] = field(default_factory=set)
+    """To be given up in RAM: nobody knows them any more, or an epoch ended while they were laid back."""
     _keeping: set[BlockId] = field(default_factory=set)
     """Named in plans of this epoch, and not yet held."""
-    _fetch_s: float = 0.0
-    """Seconds that a block took from the SSD of the slowest stage, smoothed; 0: not measured."""
-    _slow_since: float | None = None
+    _purging: set[BlockId] = field(default_factory=set)
+    """To be deleted by stages that have not all answered."""
+    _evicting: dict[BlockId, set[int]] = field(default_factory=dict)
+    """Given up in RAM by plans that not all stages have carried out: a fetch would overtake them."""
+    reading: Reading = field(default_factory=Reading)
 
     @property
     def stages(self) -> int:
@@ -99,24 +71,19 @@ class Prefixes:
         """
         self.leave(sequence)
         sequence.path.clear()
+        sequence.restore_end = 0
         if sequence.distrusts or not self.hold.block_tokens:
             return
+        sequence.looked_at = self.kept
         tokens = pack(sequence.tokens)
         match = self.index.longest(tokens, sequence.known - 1, self.now)
-        if self._too_slow(block_compute_s):
+        if self._waits_too_long() or self.reading.too_slow(block_compute_s, self.now):
             match = self._hot_part(match)
         for id in match.blocks:
             self.index.pin(id)
         sequence.restoring.extend(match.blocks)
         sequence.restore_end = match.tokens
         sequence.path.extend(match.blocks[: match.tokens // self.hold.block_tokens])
-
-    def count(self, sequence: Sequence) -> None:
-        """It has got a place, and will use what was found of it."""
-        found = sequence.restore_end if sequence.restoring else 0
-        self.counters.lookups += 1
-        self.counters.hit_tokens += found
-        self.counters.missed_tokens += sequence.known - found
 
     def _hot_part(self, match: Match) -> Match:
         """As much of it as needs no reading."""
@@ -143,52 +110,45 @@ class Prefixes:
         ready = self._ready(sequence.restoring)
         if ready < len(sequence.restoring) and not self.hold.trimmable:
             return None  # it could not go on from the middle
+        if ready and not self.hold.trimmable and not self.index.is_restorable(sequence.restoring[-1]):
+            self.leave(sequence)  # what was expected has not come
+            sequence.path.clear()
+            return None
         if not alone:
-            ready = min(ready, RESTORED_TOKENS // self.hold.block_tokens)
+            ready = min(ready, max(1, RESTORED_TOKENS // self.hold.block_tokens))
         if not ready:
             return None
         blocks = tuple(sequence.restoring.popleft() for _ in range(ready))
         for id in blocks:
             self.index.unpin(id)
-        self.counters.restored_blocks += ready
         start = sequence.issued
         sequence.issued = min(start + ready * self.hold.block_tokens, sequence.restore_end)
+        self.counters.restored_blocks += ready
+        self.counters.hit_tokens += sequence.issued - start
         return Restore(sequence.id, blocks, start, sequence.issued, sequence.known)
 
     def _give_up(self, sequence: Sequence) -> None:
         """Compute what does not come."""
-        for id in sequence.restoring:
-            late = id in self._fetching and self.now - self._fetching[id][1] > FETCH_WITHIN_S
-            if late or self._is_gone(id):
+        late = self._waits_too_long()
+        for place, id in enumerate(sequence.restoring):
+            if (late and not self.index.is_hot(id)) or self._is_gone(id):
                 self.counters.given_up_fetches += 1
-                self.leave(sequence)
-                del sequence.path[sequence.issued // self.hold.block_tokens :]
+                good = place if self.hold.trimmable else 0
+                while len(sequence.restoring) > good:
+                    self.index.unpin(sequence.restoring.pop())
+                del sequence.path[sequence.issued // self.hold.block_tokens + good :]
                 return
 
+    def _waits_too_long(self) -> bool:
+        """Whether a disk gives nothing any more: what it owes takes the places of all other fetches."""
+        oldest = min((since for _, since in self._fetching.values()), default=self.now)
+        return self.now - oldest > FETCH_WITHIN_S
+
     def _is_gone(self, id: BlockId) -> bool:
-        """Whether some stage has it neither in RAM nor on its SSD."""
-        return not set(self.index.missing(id, Tier.HOT)).isdisjoint(self.index.missing(id, Tier.COLD))
-
-    def cuts(self, slices: Iterable[Slice], prompts: dict[int, int]) -> tuple[Cut, ...]:
-        """What has to be set aside right after these slices; `prompts`: each sequence's own length."""
-        if self.hold.trimmable or not self.hold.block_tokens:
-            return ()
-        size, stride = self.hold.block_tokens, self.hold.snapshot_tokens
-        cuts = []
-        for piece in slices:
-            ends = [*range((piece.start // size + 1) * size, piece.end + 1, size)]
-            if piece.end == prompts[piece.seq] and piece.end % size >= LEAST_TOKENS:
-                ends.append(piece.end)
-            for end in ends:
-                at_end = end == piece.end and (end % stride == 0 or end == prompts[piece.seq])
-                cuts.append(Cut(piece.seq, (end - 1) // size * size, end, at_end))
-        return tuple(cuts)
-
-    def chunk_end(self, start: int, end: int) -> int:
-        """Where a chunk has to end at the latest, so that a state can be kept."""
-        if not self.hold.recurrent:
-            return end
-        return min(end, (start // self.hold.snapshot_tokens + 1) * self.hold.snapshot_tokens)
+        """Whether some stage has it neither in RAM nor on its SSD, nor will."""
+        return id not in self._keeping and not set(self.index.missing(id, Tier.HOT)).isdisjoint(
+            self.index.missing(id, Tier.COLD)
+        )
 
     def keeps(self, sequence: Sequence, *, last: bool) -> list[Keep]:
         """What was computed of a sequence since the last call, by name; `last`: it leaves, keep its rest."""
@@ -205,7 +165,7 @@ class Prefixes:
         if self.hold.trimmable:
             if last and computed - start >= LEAST_TOKENS:
                 found += self._keep(sequence, start, computed)[1]
-        elif start < prompt <= computed and prompt - start >= LEAST_TOKENS and not sequence.prompt_kept:
+        elif start < prompt == computed and prompt - start >= LEAST_TOKENS and not sequence.prompt_kept:
             sequence.prompt_kept = True
             found += self._keep(sequence, start, prompt)[1]
         return found
@@ -218,7 +178,9 @@ class Prefixes:
             return id, []
         self.index.add(Entry(id, parent, tokens, start))
         self.index.pin(id)
+        self.index.expect(id, True, self._ends(sequence, end))
         self._keeping.add(id)
+        self.kept += 1
         return id, [Keep(sequence.id, id, start, end)]
 
     # ---------------------------------------------------------------- what the stages say
@@ -228,23 +190,35 @@ class Prefixes:
         tier = Tier.HOT if message.tier == "hot" else Tier.COLD
         for block in message.blocks:
             id = block.id
+            if message.evicted:
+                self._evicted(stage, id)
+            elif tier is Tier.HOT and stage in self._evicting.get(id, ()):
+                continue  # said before it carried out the plan that gives it up
             if self.index.knows(id):
                 self.index.hold(id, stage, tier, block.bytes, block.restorable)
+            elif block.bytes and tier is Tier.HOT:
+                self._distrusted.add(id)
             if tier is Tier.HOT:
                 self._answered(stage, id, block.bytes, message.seconds / len(message.blocks))
-            elif id in self._spilling:
+                continue
+            if id in self._spilling:
                 self._spilled(stage, id, block.bytes)
+            if len(self.index.missing(id, Tier.COLD)) == self.stages:
+                self._purging.discard(id)
 
     def found(self, stage: int, message: Catalogue) -> None:
         """A stage found blocks on its SSD."""
         for entry, block in zip(message.entries, message.held, strict=True):
-            self.index.add(Entry(entry.id, entry.parent, entry.tokens, entry.start))
-            self.index.hold(entry.id, stage, Tier.COLD, block.bytes, block.restorable)
+            # Blocks of another size are none here, and a damaged one is not known.
+            whole = self.hold.block_tokens and entry.start % self.hold.block_tokens == 0
+            if whole and self.index.add(Entry(entry.id, entry.parent, entry.tokens, entry.start)):
+                self.index.hold(entry.id, stage, Tier.COLD, block.bytes, block.restorable)
 
     def lost(self, stage: int) -> None:
         """A stage is started anew: its RAM is empty; what its SSD has, it will say."""
         self.index.drop_stage(stage, Tier.HOT)
         self.index.drop_stage(stage, Tier.COLD)
+        self._purging.clear()
 
     def distrust(self, blocks: Iterable[BlockId]) -> None:
         """The epoch ended while these were laid back; perhaps because of them."""
@@ -252,27 +226,37 @@ class Prefixes:
 
     def rewind(self) -> None:
         """Plans of the epoch that is over may not have been carried out."""
-        for id in self._keeping:
-            self.index.unpin(id)
-        self._keeping.clear()
+        for id in list(self._keeping):
+            self._end_keep(id)
         for id in list(self._fetching):
             self._end_fetch(id)
         self._spilling.clear()
+        self._distrusted.update(self._evicting)
+        self._evicting.clear()
 
     def _answered(self, stage: int, id: BlockId, bytes: int, seconds: float) -> None:
         if id in self._fetching:
             waiting, _ = self._fetching[id]
             waiting.discard(stage)
             if bytes and seconds:
-                self._fetch_s += (seconds - self._fetch_s) * (0.2 if self._fetch_s else 1.0)
+                self.reading.note(seconds)
             if not waiting:
                 self._end_fetch(id)
                 self.counters.fetched_blocks += self.index.is_hot(id)
         if id in self._keeping and self.index.is_hot(id):
-            self._keeping.remove(id)
-            self.index.unpin(id)
+            self._end_keep(id)
         if bytes and self.hold.cold_bytes is not None and self.index.missing(id, Tier.COLD):
             self._dirty.setdefault(id, self.now)
+
+    def _ends(self, sequence: Sequence, end: int) -> bool:
+        """Whether there should be states and windows where this block ends."""
+        snapshot = end % self.hold.snapshot_tokens == 0 or end == len(sequence.request.prompt)
+        return snapshot or not self.hold.recurrent
+
+    def _end_keep(self, id: BlockId) -> None:
+        self._keeping.remove(id)
+        self.index.expect(id, False)
+        self.index.unpin(id)
 
     def _end_fetch(self, id: BlockId) -> None:
         del self._fetching[id]
@@ -295,10 +279,11 @@ class Prefixes:
         """To be read now, for these sequences, in this order."""
         wanted: list[BlockId] = []
         for sequence in sequences:
-            for id in list(sequence.restoring)[:FETCHES]:
+            for id in islice((id for id in sequence.restoring if not self.index.is_hot(id)), FETCHES):
                 if len(self._fetching) >= FETCHES:
                     return tuple(wanted)
-                if id not in self._fetching and not self.index.is_hot(id):
+                coming = any(id in some for some in (self._fetching, self._keeping, self._evicting))
+                if not coming and not self._is_gone(id):
                     self._fetching[id] = set(self.index.missing(id, Tier.HOT)), self.now
                     self.index.pin(id)
                     wanted.append(id)
@@ -316,14 +301,24 @@ class Prefixes:
             if not missing or self.index.missing(id, Tier.HOT):
                 del self._dirty[id]
                 continue
-            self._spilling[id] = missing
+            id = self._first_of(id)
+            self._spilling[id] = set(self.index.missing(id, Tier.COLD))
             entry = self.index.entry(id)
             wanted.append(BlockEntry(id, entry.parent, entry.tokens, entry.start))
         return tuple(wanted)
 
+    def _first_of(self, id: BlockId) -> BlockId:
+        """What is to be written before it: on the SSD, too, a tail without its head is worthless."""
+        while (parent := self.index.entry(id).parent) in self._dirty and self._can_spill(parent):
+            id = parent
+        return id
+
+    def _can_spill(self, id: BlockId) -> bool:
+        return id not in self._spilling and self.index.is_hot(id) and bool(self.index.missing(id, Tier.COLD))
+
     def evicts(self) -> tuple[BlockId, ...]:
         """To be dropped from RAM by the plan that is being made, whose restores are chosen already."""
-        gone = [id for id in self._distrusted if self.index.knows(id)]
+        gone = list(self._distrusted)
         self._distrusted.clear()
         for id in gone:
             self._forget_hot(id)
@@ -335,7 +330,8 @@ class Prefixes:
                 if id in self._spilling or id in self._fetching:
                     continue
                 if id in self._dirty:
-                    if self.index.used_bytes(stage, Tier.HOT) <= MOST_OVER * budget:
+                    bearable = self.index.used_bytes(stage, Tier.HOT) <= MOST_OVER * budget
+                    if bearable or len(self._dirty) <= 2 * SPILLS:
                         self._dirty[id] = self.now - IDLE_S  # written next
                         self._dirty.move_to_end(id, last=False)
                         continue
@@ -346,7 +342,14 @@ class Prefixes:
         self.counters.evicted_blocks += len(gone)
         return tuple(gone)
 
+    def _evicted(self, stage: int, id: BlockId) -> None:
+        waiting = self._evicting.get(id, set())
+        waiting.discard(stage)
+        if not waiting:
+            self._evicting.pop(id, None)
+
     def _forget_hot(self, id: BlockId) -> None:
+        self._evicting[id] = set(range(self.stages))
         for stage in range(self.stages):
             if self.index.knows(id):
                 self.index.hold(id, stage, Tier.HOT, 0, False)
@@ -355,8 +358,13 @@ class Prefixes:
         """To be deleted from the SSD, so that it gets so many bytes back; the answers come as Holds."""
         if over_bytes <= 0:
             return ()
-        victims = self.index.victims(Tier.COLD, 0, -(-over_bytes // self.stages))
-        return tuple(id for id in victims if id not in self._spilling)
+        used = [self.index.used_bytes(stage, Tier.COLD) for stage in range(self.stages)]
+        largest = max(range(self.stages), key=used.__getitem__)
+        part = -(-over_bytes * used[largest] // max(1, sum(used)))
+        victims = self.index.victims(Tier.COLD, largest, part)
+        gone = tuple(id for id in victims if id not in self._spilling and id not in self._purging)
+        self._purging.update(gone)
+        return gone
 
     @property
     def dirty(self) -> int:
@@ -367,17 +375,6 @@ class Prefixes:
     def busy(self) -> bool:
         """Whether something is due by the clock alone."""
         return bool(self._dirty or self._fetching)
-
-    def _too_slow(self, block_compute_s: float) -> bool:
-        if not self._fetch_s or not block_compute_s or self._fetch_s <= block_compute_s:
-            self._slow_since = None
-            return False
-        if self._slow_since is None:
-            self._slow_since = self.now
-        if self.now - self._slow_since > RETRY_SLOW_S:
-            self._slow_since, self._fetch_s = None, 0.0
-            return False
-        return True
 
 
 def nothing_kept(stages: int = 1) -> Prefixes:

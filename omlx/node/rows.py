@@ -33,11 +33,12 @@ def can_share(caches: Sequence[Any]) -> bool:
     )
 
 
-def like_lengths(slices: Sequence[Slice]) -> list[tuple[Slice, ...]]:
-    """Which slices share caches in one plan: chunks each for themselves, single tokens by length."""
+def like_lengths(slices: Sequence[Slice], shares: bool) -> list[tuple[Slice, ...]]:
+    """Which slices share caches in one plan: chunks each for themselves, single tokens by length, or each
+    for itself where no rows can share."""
     blocks: dict[tuple[int, int], list[Slice]] = {}
     for place, piece in enumerate(slices):
-        alone = not piece.sample or len(piece.tokens) > 1
+        alone = not shares or not piece.sample or len(piece.tokens) > 1
         blocks.setdefault((0, place) if alone else (1, _length_class(piece.start)), []).append(piece)
     return [tuple(block) for block in blocks.values()]
 
@@ -68,9 +69,14 @@ class Rows:
     """Owned by the stage's compute thread."""
 
     cut: Cut
+    _shares: bool = field(init=False)
+    """By the caches of the whole model: all stages must say the same, for they must lay rows alike."""
     _batch_of: dict[SeqId, Batch] = field(default_factory=dict)
     _tokens: dict[SeqId, int] = field(default_factory=dict)
     """How many of a row's tokens its caches have, those of forwards that are not computed yet included."""
+
+    def __post_init__(self) -> None:
+        self._shares = can_share(self.cut.prototypes)
 
     def clear(self) -> None:
         self._batch_of.clear()
@@ -102,7 +108,7 @@ class Rows:
         """The slices of one plan as they lie together. Raises OutOfStep for an unknown sequence."""
         blocks = [
             Block(len(own), own[0].end - own[0].start, self.together([piece.seq for piece in own]), own)
-            for own in like_lengths(slices)
+            for own in like_lengths(slices, self._shares)
         ]
         self._tokens.update((piece.seq, piece.end) for piece in slices)
         return blocks

@@ -18,6 +18,7 @@ from math import inf
 from omlx.errors import Full, OutOfStep
 from omlx.ids import BlockId, Epoch, PlanId, SeqId
 from omlx.node.chunks import Budget, Prompt, deal
+from omlx.node.following import leader, waits
 from omlx.node.limits import Limits
 from omlx.node.pacing import Pace
 from omlx.node.prefixes import Prefixes, nothing_kept
@@ -240,15 +241,16 @@ class Scheduler:
             self.waiting.popleft()
             self.running[sequence.id] = sequence
             self._begin(sequence)
-            self.prefixes.count(sequence)
+            self.prefixes.counters.lookups += 1
+            sequence.follows = leader(sequence, self.running.values(), self.prefixes.hold.step_tokens)
 
     def _begin(self, sequence: Sequence) -> None:
         sequence.begun = True
-        self.prefixes.begin(sequence, self._block_s())
+        self.prefixes.begin(sequence, self._block_s(sequence.known // 2))
 
-    def _block_s(self) -> float:
-        """What a block of a prompt is thought to take the stages to compute; 0: nobody knows."""
-        return self.pace.added(self.prefixes.hold.block_tokens, 0) if self.pace.stages else 0.0
+    def _block_s(self, prefix: int) -> float:
+        """What a block behind such a prefix is thought to take the stages to compute; 0: nobody knows."""
+        return self.pace.added(self.prefixes.hold.block_tokens, prefix) if self.pace.stages else 0.0
 
     def _restart(self, sequence: Sequence) -> None:
         """Nothing of it is in any stage's caches."""
@@ -274,7 +276,7 @@ class Scheduler:
         return restores
 
     def _cuts(self, slices: list[Slice]) -> tuple[Cut, ...]:
-        return self.prefixes.cuts(slices, {s.id: len(s.request.prompt) for s in self.running.values()})
+        return self.prefixes.hold.cuts(slices, {s.id: len(s.request.prompt) for s in self.running.values()})
 
     def _flies(self, seq: SeqId) -> bool:
         """Whether a plan on its way still means this sequence as it was before it gave way."""
@@ -329,10 +331,14 @@ class Scheduler:
         return None, False
 
     def _prompts(self) -> list[Sequence]:
-        return [s for s in self._active() if s.computes]
+        return [s for s in self._active() if s.computes and not waits(s, self.running)]
 
     def _chunks(self) -> list[Slice]:
         """Prompts advance in the order in which they got their places."""
+        for sequence in self._prompts():
+            # What others have computed meanwhile need not be computed again.
+            if not sequence.issued and sequence.looked_at != self.prefixes.kept:
+                self._begin(sequence)
         prompts = self._prompts()
         held_back = 0 if self.limits.mixes else 1
         left = [Prompt(s.issued, s.known - s.issued - held_back) for s in prompts]
@@ -341,9 +347,10 @@ class Scheduler:
         for sequence, size in zip(prompts, sizes, strict=True):
             if size:
                 start = sequence.issued
-                end = self.prefixes.chunk_end(start, start + size)
+                end = self.prefixes.hold.chunk_end(start, start + size)
                 piece = tuple(sequence.tokens[start:end])
                 chunks.append(Slice(sequence.id, piece, start, sample=end == sequence.known))
+                self.prefixes.counters.missed_tokens += end - start
                 sequence.issued = end
         return chunks
 

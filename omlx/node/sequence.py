@@ -58,6 +58,10 @@ class Sequence:
     """While it knows fewer tokens, it shares no plan with others."""
     begun: bool = False
     """Whether it was looked for in what is kept, in this epoch."""
+    looked_at: int = 0
+    """How many blocks had been named then."""
+    follows: tuple[SeqId, int] | None = None
+    """Who computes what this one begins with, and up to which token: it waits for that."""
     path: list[BlockId] = field(default_factory=list)
     """The names of its blocks, as far as they are whole and computed or laid back."""
     restoring: deque[BlockId] = field(default_factory=deque)

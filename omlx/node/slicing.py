@@ -210,12 +210,14 @@ def _shares(model_type: str, text: dict[str, Any]) -> bool:
     return silent or any(text.get(name) for name in SHARING)
 
 
-def cut_model(model: nn.Module, start: int, end: int) -> Cut:
+def cut_model(model: nn.Module, start: int, end: int, prototypes: list[Any] | None = None) -> Cut:
     """Swap the modules of `model` in place so that only layers [start, end) remain.
+
+    prototypes: an empty cache for every cache slot of the whole model; None: the family's own.
 
     Raises CannotSplit where the layer list or its caches do not have the usual shape.
     """
-    prototypes = make_prompt_cache(model)
+    prototypes = make_prompt_cache(model) if prototypes is None else prototypes
     _group_masks(model)
     box = Box()
     count = len(model.layers)

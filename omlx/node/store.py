@@ -54,6 +54,7 @@ class Store:
         self._places = tuple(places)
         self._hot: dict[BlockId, Slab] = {}
         self._lock = threading.Lock()
+        """Held while that changes and is told: what the head hears has the order of what happened."""
         self._restorable: dict[BlockId, bool] = {}
         """What the SSD has."""
         self._refused = Refused()
@@ -79,13 +80,14 @@ class Store:
     # ---------------------------------------------------------------- the compute thread
 
     def keep(self, kept: Iterable[tuple[BlockId, Slab]]) -> None:
-        """Evaluated slabs. One that is there already stays: others may hold on to it."""
+        """Evaluated slabs. One that is there already stays, unless this one is good for more."""
         told = []
         with self._lock:
             for id, slab in kept:
-                slab = self._hot.setdefault(id, slab)
-                told.append(_held(id, slab))
-        if told:
+                there = self._hot.get(id)
+                if there is None or (slab.restorable and not there.restorable):
+                    self._hot[id] = there = slab
+                told.append(_held(id, there))
             self._tell(Holds("hot", tuple(told)))
 
     def take(self, id: BlockId) -> Slab | None:
@@ -93,10 +95,12 @@ class Store:
             return self._hot.get(id)
 
     def evict(self, ids: Iterable[BlockId]) -> None:
-        """Out of RAM; the head knows."""
+        """Out of RAM. It is told, for until then the head must not ask for them to be fetched."""
+        gone = tuple(Held(id, 0) for id in ids)
         with self._lock:
-            for id in ids:
-                self._hot.pop(id, None)
+            for held in gone:
+                self._hot.pop(held.id, None)
+            self._tell(Holds("hot", gone, evicted=True))
 
     # ---------------------------------------------------------------- the socket thread
 
@@ -116,14 +120,17 @@ class Store:
     def _decline(self, message: Fetch | Spill | Purge) -> None:
         match message:
             case Fetch(ids):
-                self._tell(Holds("hot", tuple(self._held(id) for id in ids)))
+                with self._lock:
+                    self._tell(Holds("hot", tuple(_held(id, self._hot.get(id)) for id in ids)))
             case Spill(entries):
-                self._tell(Holds("cold", tuple(Held(entry.id, 0) for entry in entries)))
-            case Purge():
-                pass
+                self._tell(Holds("cold", tuple(self._stored(entry.id) for entry in entries)))
+            case Purge(ids):
+                self._tell(Holds("cold", tuple(self._stored(id) for id in ids)))
 
-    def _held(self, id: BlockId) -> Held:
-        return _held(id, self.take(id))
+    def _stored(self, id: BlockId) -> Held:
+        """What the SSD has in a file of this stage's own."""
+        line = self._shelf.lines.get(id) if self._shelf is not None else None
+        return Held(id, 0) if line is None else Held(id, line.bytes, line.restorable)
 
     # ---------------------------------------------------------------- the reader
 
@@ -131,22 +138,25 @@ class Store:
         while True:
             for id in self._reads.get().blocks:
                 started = time.monotonic()
-                if self.take(id) is not None:
-                    self._tell(Holds("hot", (self._held(id),)))
-                    continue
-                slab = self._load(id)
+                slab = self.take(id)
+                read = slab is None
+                if read:
+                    slab = self._load(id)
                 if slab is None:
                     self._tell(Holds("cold", (Held(id, 0),)))
-                else:
-                    with self._lock:
+                seconds = time.monotonic() - started if read else 0.0
+                with self._lock:
+                    if slab is not None:
                         self._hot.setdefault(id, slab)
-                self._tell(Holds("hot", (self._held(id),), time.monotonic() - started))
+                    self._tell(Holds("hot", (_held(id, self._hot.get(id)),), seconds))
 
     def _load(self, id: BlockId) -> Slab | None:
         assert self._shelf is not None
         try:
             tensors = self._shelf.gather(id, self._places)
-        except (BadBlock, OSError) as error:
+        except BadBlock:
+            return None  # the shelf has said so
+        except OSError as error:
             log.warning("a kept block is of no use", block=id.hex(), why=str(error))
             return None
         return Slab(from_tensors(tensors), self._restorable.get(id, False))
@@ -159,18 +169,20 @@ class Store:
             match self._writes.get():
                 case Spill(entries):
                     for entry in entries:
-                        self._tell(Holds("cold", (Held(*self._store(entry)),)))
+                        self._store(entry)
+                        self._tell(Holds("cold", (self._stored(entry.id),)))
                 case Purge(ids):
                     for id in ids:
                         self._shelf.remove(id)
+                        self._restorable.pop(id, None)
                         self._tell(Holds("cold", (Held(id, 0),)))
 
-    def _store(self, entry: BlockEntry) -> tuple[BlockId, int, bool]:
-        """What is on the SSD of the block afterwards: (id, bytes, restorable)."""
+    def _store(self, entry: BlockEntry) -> None:
+        """Unless it is there already, or there is nothing to write, or no room."""
         assert self._shelf is not None
-        slab = self.take(entry.id)
-        if slab is None or self._refused.still:
-            return entry.id, 0, False
+        slab, there = self.take(entry.id), self._shelf.lines.get(entry.id)
+        if slab is None or self._refused.still or (there and there.restorable >= slab.restorable):
+            return
         try:
             self._check_room(slab.nbytes)
             label = Label(
@@ -184,9 +196,8 @@ class Store:
         except OSError as error:
             self._refused.since = time.monotonic()
             log.warning("the SSD takes no blocks for a while", folder=self._spec.folder, why=str(error))
-            return entry.id, 0, False
+            return
         self._restorable[entry.id] = line.restorable
-        return entry.id, line.bytes, line.restorable
 
     def _check_room(self, bytes: int) -> None:
         assert self._spec.folder is not None

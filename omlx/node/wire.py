@@ -89,6 +89,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     backend: str = "ring"
     cache: CacheSpec | None = None
     """None: nothing is kept."""
+    kv_bits: int | None = None
+    """Of each number in plain keys and values; None: as the model computes them."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -150,7 +152,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     weight_bytes: int
     peak_rss_bytes: int
     batches: bool = True
-    """Whether several sequences can be computed together; a few families run one after the other."""
+    """Whether several sequences can be computed in one plan; a few families run one after the other."""
     mixes: bool = False
     """Whether chunks and single tokens are computed in one forward."""
     storable: bool = False
@@ -216,6 +218,8 @@ class Holds(msgspec.Struct, frozen=True, tag="holds"):
     blocks: tuple[Held, ...]
     seconds: float = 0.0
     """That reading or writing them took."""
+    evicted: bool = False
+    """The answer to a plan's evicts: what was told of these blocks' RAM before is over."""
 
 
 class Catalogue(msgspec.Struct, frozen=True, tag="catalogue"):

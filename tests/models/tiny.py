@@ -147,6 +147,7 @@ TINY = {
     "tiny-llama-4bit": Tiny(LLAMA, bits=4),
     "tiny-llama-tied": Tiny(LLAMA | {"tie_word_embeddings": True}, seed=1, embedding=0.1),
     "tiny-qwen3": Tiny(QWEN3, seed=4),
+    "tiny-qwen3-wide": Tiny(QWEN3 | {"head_dim": 64}, seed=4),
     "tiny-qwen3-moe": Tiny(QWEN3_MOE, seed=2),
     "tiny-gemma3": Tiny(GEMMA3),
     "tiny-gpt-oss": Tiny(GPT_OSS),

@@ -12,14 +12,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from omlx.cache.identity import model_root
+from omlx.cluster.keeping import kv_format
 from omlx.cluster.local_actor import free_ring, place_local
 from omlx.ids import ModelId
 from omlx.node.client import Placement
 from omlx.node.engine import Engine
+from omlx.node.limits import Limits
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
 from omlx.node.prefixes import Hold
-from omlx.node.limits import Limits
 from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Request
 from omlx.node.step import SamplingParams
@@ -41,8 +42,8 @@ class Kept:
     block_tokens: int = 32
     snapshot_tokens: int = 64
 
-    def spec(self, folder: Path) -> CacheSpec:
-        root = model_root(folder, None, "as computed")
+    def spec(self, folder: Path, kv_bits: int | None) -> CacheSpec:
+        root = model_root(folder, None, kv_format(kv_bits))
         return CacheSpec(root, self.block_tokens, str(self.cold) if self.cold else None, 0)
 
     def hold(self, stages: int) -> Hold:
@@ -64,6 +65,7 @@ async def engine(  # noqa: PLR0913 (what tests vary)
     link: str = "tcp",
     place: Placement = place_local,
     kept: Kept | None = None,
+    kv_bits: int | None = None,
 ) -> AsyncIterator[tuple[Engine, Scheduler]]:
     """An open engine, and its scheduler for a test that changes the limits between requests."""
     spec = PipelineSpec(
@@ -73,7 +75,8 @@ async def engine(  # noqa: PLR0913 (what tests vary)
         step_timeout_s=120,
         link=link,
         ring=partial(free_ring, stages) if link == "ring" else None,
-        cache=kept.spec(folder) if kept is not None else None,
+        cache=kept.spec(folder, kv_bits) if kept is not None else None,
+        kv_bits=kv_bits,
     )
     scheduler = Scheduler(replace(limits, stages=stages))
     hold = kept.hold(stages) if kept is not None else None

@@ -1,13 +1,14 @@
 """The real server: `omlx serve` in a process of its own, on a free port of this machine."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,9 +67,11 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+    """Below those that systems give out by themselves: nobody gets it before the server does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def omlx(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -84,35 +87,40 @@ def serve(
 ) -> Iterator[Running]:
     """Up until the block ends; its stages must then be gone as well. It keeps blocks in a folder of its own,
     unless `flags` name one. `settings`: those that are no flags."""
-    with TemporaryDirectory(prefix="omlx-cache-") as own:
-        where = () if "--paged-ssd-cache-dir" in flags else ("--paged-ssd-cache-dir", f"{own}/blocks")
-        environment = os.environ | {f"OMLX_{name.upper()}": value for name, value in (settings or {}).items()}
-        command = [*OMLX, "serve", str(models), "--port", str(port or free_port())]
-        command += ["--log-level", "warning", *where, *flags]
-        with _serving(command, environment, Path(own) / "output") as running:
-            yield running
+    with start(models, *flags, port=port, settings=settings) as running:
+        wait_until_up(running)
+        yield running
 
 
 @contextmanager
-def _serving(command: list[str], environment: Mapping[str, str], output: Path) -> Iterator[Running]:
-    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
-    with (
-        output.open("w") as log,
-        subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment
-        ) as process,
-    ):
-        running = Running(url, process, output)
-        stages: list[psutil.Process] = []
-        try:
-            wait_until_up(running)
-            yield running
-            stages = running.stages() if process.poll() is None else []
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
-        _, alive = psutil.wait_procs(stages, timeout=10)
-        assert not alive
+def start(
+    models: Path, *flags: str, port: int | None = None, settings: Mapping[str, str] | None = None
+) -> Iterator[Running]:
+    """Like `serve`, but perhaps not up yet."""
+    with TemporaryDirectory(prefix="omlx-cache-") as own:
+        where = () if "--paged-ssd-cache-dir" in flags else ("--paged-ssd-cache-dir", f"{own}/blocks")
+        environment = os.environ | {f"OMLX_{name.upper()}": value for name, value in (settings or {}).items()}
+        port = port or free_port()
+        command = [*OMLX, "serve", str(models), "--port", str(port), "--log-level", "warning", *where, *flags]
+        output = Path(own) / "output"
+        with (
+            output.open("w") as log,
+            subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment
+            ) as process,
+        ):
+            yield from _until_the_end(Running(f"http://127.0.0.1:{port}", process, output))
+
+
+def _until_the_end(running: Running) -> Iterator[Running]:
+    stages: list[psutil.Process] = []
+    try:
+        yield running
+        stages = running.stages() if running.process.poll() is None else []
+    finally:
+        running.process.terminate()
+        running.process.wait(timeout=30)
+    wait_until(lambda: all(map(has_ended, stages)), 10)
 
 
 def wait_until_up(running: Running, within_s: float = 90.0) -> None:
