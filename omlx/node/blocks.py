@@ -53,7 +53,7 @@ class Blocks:
         """To be called when the forward that reaches the cuts' ends is built; returns what to compute."""
         arrays = []
         for cut in cuts:
-            slab = self._cut(cut.seq, cut.start, cut.end)
+            slab = self._cut(cut.seq, cut.start, cut.end, cut.snapshot)
             self._aside[cut.seq, cut.start, cut.end] = slab
             arrays += slab.arrays()
         return arrays
@@ -62,6 +62,7 @@ class Blocks:
         """Blocks behind what rows have; returns what to compute. Raises OutOfStep for a missing block."""
         arrays: list[mx.array] = []
         for restore in restores:
+            ends = False
             assert self.store is not None
             laying = self._laying.get(restore.seq)
             if laying is None:
@@ -74,9 +75,8 @@ class Blocks:
                 if slab is None:
                     raise OutOfStep(f"block {id.hex()} is not here")
                 laying.add(slab.pieces, min(self.store.block_tokens, restore.end - laying.tokens))
-            if (
-                slab is not None and slab.restorable
-            ):  # else more blocks come: a recurrent layer has no snapshot here
+                ends = slab.restorable
+            if ends:  # else more blocks come, and the last of them has what a recurrent layer needs
                 self.rows.put(restore.seq, laying.finish(), restore.end)
             arrays += laying.arrays()
         return arrays
@@ -104,6 +104,6 @@ class Blocks:
             assert self.store is not None
             self.store.evict(ids)
 
-    def _cut(self, seq: SeqId, start: int, end: int) -> Slab:
+    def _cut(self, seq: SeqId, start: int, end: int, states: bool = True) -> Slab:
         caches, row, tokens = self.rows.where(seq)
-        return cut_out(caches, self._places, Run(row, tokens, start, end))
+        return cut_out(caches, self._places, Run(row, tokens, start, end, states))

@@ -51,7 +51,7 @@ def layer_caches(config: ModelConfig, item_bytes: int, kv_bits: int | None = Non
     """
     rule = FAMILIES.get(config.family, _full)
     layers = rule(config, item_bytes)
-    if kv_bits is None:
+    if kv_bits is None or config.family in UNKNOWN_WINDOWS:
         return layers
     group = group_size(*_widths(config)) or GROUPS[-1]
     return tuple(_quantised(layer, item_bytes, kv_bits, group) for layer in layers)
@@ -232,6 +232,13 @@ FAMILIES: dict[str, Callable[[ModelConfig, int], tuple[LayerKv, ...]]] = {
     "qwen3_next": _gated_delta,
     "youtu_llm": _expanded,
 }
+
+WINDOWED = """
+    afm7 baichuan_m1 exaone4 exaone_moe gear gemma3n gemma3n_text iquestloopcoder laguna llama4 llama4_text
+    mimo_v2_flash muse_glimmer muse_spark plamo2 plamo3 recurrent_gemma spark2_5 step3p5
+"""
+UNKNOWN_WINDOWS = frozenset(WINDOWED.split())
+"""Not in the table, with windows in mlx-lm that are never quantised: counted as if nothing were."""
 
 # Of these the attention scores of a step are made in full, whatever kernels the device has.
 LATENT_FAMILIES = frozenset(name for name, rule in FAMILIES.items() if rule in (_latent, _latent_and_index))

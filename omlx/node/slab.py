@@ -89,6 +89,8 @@ class Run:
     position: int
     start: int
     end: int
+    states: bool = True
+    """Whether recurrent states are taken; they are as large as many tokens' keys and values."""
 
 
 def storable(prototypes: Iterable[Any]) -> bool:
@@ -184,7 +186,7 @@ def _take(cache: Any, run: Run) -> dict[str, mx.array] | None:
     """The arrays of one cache; None where it does not hold any more, or not yet, what is needed."""
     row = slice(run.row, run.row + 1)
     if type(cache) is ArraysCache:
-        if run.end != run.position:
+        if run.end != run.position or not run.states:
             return None
         return {f"s{i}": state[row] for i, state in enumerate(cache.cache) if state is not None}
     if type(cache) in (RotatingKVCache, BatchRotatingKVCache):

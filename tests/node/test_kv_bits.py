@@ -11,12 +11,20 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import base
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.utils import load_model
 
 from omlx.errors import BadModel
 from omlx.ids import SeqId
 from omlx.node.kv_bits import quantised_caches
+from omlx.node.kv_bytes import FAMILIES as TABLE
 from omlx.node.kv_bytes import group_size, layer_caches
 from omlx.node.loader import load_span
 from omlx.node.manifest import read_manifest
@@ -165,6 +173,15 @@ def test_bytes_are_counted_as_mlx_lm_has_them(build: Build, name: str, dtype: mx
         told = read_manifest(folder, bits)
         assert [layer.kv for layer in told.layers] == list(few)
         assert told.score_bytes > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_windows_that_the_table_does_not_know_are_not_counted_as_quantised(build: Build, name: str) -> None:
+    folder = build(name)
+    config = read_config(folder)
+    own = make_prompt_cache(load_model(folder, lazy=True)[0])
+    if config.family not in TABLE and any(isinstance(one, RotatingKVCache | ChunkedKVCache) for one in own):
+        assert layer_caches(config, 4, 8) == layer_caches(config, 4)
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,10 @@ def again(sort: str, prompt: Sequence[int], block: int = BLOCK, stride: int = ST
 
 PROMPT = words(1, 158)
 """Its last block is not full; with the answer the block behind it begins."""
-NEXT_TURN = {TRIMMABLE: 177, SLIDING: 160, RECURRENT: 160}
-"""What the next turn, of 180 tokens, finds: all that was computed, or the last full block. In an answer there
-is a state of recurrent layers wherever a block ends."""
-TURN_AGAIN = {TRIMMABLE: 179, SLIDING: 160, RECURRENT: 160}
+NEXT_TURN = {TRIMMABLE: 177, SLIDING: 160, RECURRENT: 158}
+"""What the next turn, of 180 tokens, finds: all that was computed, or the last full block, or the end of the
+prompt before it, where a recurrent layer's state was kept."""
+TURN_AGAIN = {TRIMMABLE: 179, SLIDING: 160, RECURRENT: 158}
 
 
 @pytest.mark.slow
@@ -265,8 +265,10 @@ def test_four_conversations_in_turn_in_a_hot_tier_of_a_few_blocks(
             assert all(used <= 6 * size for used, size in zip(hot, blocks, strict=True))
 
     asyncio.run(walk())
-    # Besides what may wait for the SSD: what one plan of each of four requests keeps, or lays back.
-    assert all(used <= (6 * 1.25 + 8) * size for used, size in most)
+    # Besides what may wait for the SSD: what one plan of each of four requests keeps, or lays back. With a
+    # state a block is up to twice as large as the mean of one with and one without.
+    larger = 2 if KINDS[kind] == RECURRENT else 1
+    assert all(used <= (6 * 1.25 + 8) * larger * size for used, size in most)
 
 
 async def watch(scheduler: Scheduler, blocks: list[int], most: list[tuple[int, int]]) -> None:
