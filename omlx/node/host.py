@@ -230,8 +230,7 @@ class StageHost:
             self._send(Broken(plan.epoch, str(lost)))
 
     def _finished(self, finished: Finished) -> None:
-        """What the stage has carried out: drawn tokens at once, times now and then. Called by the stage's second
-        thread too, which has nothing in hand while the compute thread waits for a message."""
+        """What the stage has carried out: drawn tokens at once, times now and then."""
         assert self._stage is not None
         plan = finished.plan
         if self._stage.cut.last:
@@ -248,8 +247,8 @@ class StageHost:
 
     def _end_epoch(self) -> None:
         assert self._stage is not None
-        self._stage.close()  # first: until then its second thread may tell of plans
         self._busy.clear()
+        self._stage.close()
         self._links = ()
 
 
