@@ -17,7 +17,7 @@ NAMES = (
     "mixed_lengths",
     "cache",
 )
-ON_REQUEST = ("peers", "performance", "fast_gpu")
+ON_REQUEST = ("peers", "performance", "cache_soak", "fast_gpu")
 """They take long, need PyPI, write the documentation's figures, or need a GPU."""
 ROOT = Path(__file__).resolve().parent.parent
 
