@@ -198,7 +198,10 @@ def test_a_model_whose_name_nobody_knows_goes_by_its_first_digits(folder: Path) 
     assert len(files(folder)) == 12
 
 
-def test_the_folder_comes_from_the_settings_where_no_flag_names_it(folder: Path, tmp_path: Path) -> None:
+def test_the_folder_comes_from_the_settings_where_no_flag_names_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMLX_PAGED_SSD_CACHE_DIR")
     (tmp_path / ".omlx").mkdir()
     (tmp_path / ".omlx" / "settings.json").write_text(json.dumps({"paged_ssd_cache_dir": "~/kept"}))
     assert str(folder) in omlx("cache", "stats", HOME=str(tmp_path)).stdout

@@ -230,7 +230,10 @@ class StageHost:
             self._send(Broken(plan.epoch, str(lost)))
 
     def _finished(self, finished: Finished) -> None:
-        """What the stage has carried out: drawn tokens at once, times now and then."""
+        """What the stage has carried out: drawn tokens at once, times now and then.
+
+        The stage's second thread calls it too; it is idle while the compute thread waits for a message.
+        """
         assert self._stage is not None
         plan = finished.plan
         if self._stage.cut.last:
@@ -247,8 +250,8 @@ class StageHost:
 
     def _end_epoch(self) -> None:
         assert self._stage is not None
+        self._stage.close()  # first: until then its second thread may tell of plans
         self._busy.clear()
-        self._stage.close()
         self._links = ()
 
 

@@ -5,13 +5,17 @@ only stage are this one class. It knows no sockets and no head.
 
 One forward is kept in the air: its successor's graph is built while the device computes it, wherever the
 successor's input is there already. Before the stage waits for anybody, it finishes what is in the air.
+
+Alone, the next forward is even launched, or the device would idle. MLX's CPU holds whoever launches up until
+most of it is computed: there a second thread ends the forward in front meanwhile.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -81,6 +85,8 @@ class Launched:
     gives: mx.array | None = None
     """What goes to the neighbour behind."""
     draw: Draw | None = None
+    ended: Future[None] | None = None
+    """Where a second thread ends it."""
 
 
 @dataclass(slots=True)
@@ -89,7 +95,8 @@ class Stage:
 
     cut: Cut
     tell: Callable[[Finished], None]
-    """Called for every plan, in order, as soon as it is carried out."""
+    """Called for every plan, in order, as soon as it is carried out; perhaps by the second thread, and never
+    by both at once."""
     blocks: Blocks = field(init=False)
     """Between its caches and what is kept of them."""
     mixed: Mixed | None = field(init=False)
@@ -104,13 +111,21 @@ class Stage:
     ahead: Ahead = field(default_factory=Ahead)
     launches_ahead: bool = field(init=False)
     """Whether a forward is launched before the one in front of it has ended. A GPU would idle else. A
-    neighbour would wait for the time of the launch; and MLX's CPU launches no faster than it computes."""
+    neighbour would wait for the time of the launch; a CPU launches ahead of what the second thread ends."""
+    _second: ThreadPoolExecutor | None = None
+    """One thread, where a CPU is the whole pipeline. It launches nothing, and no later forward reads the
+    arrays that it waits for: MLX does not guard an array's state."""
+    _spoilt: bool = False
+    """A launch raised: what is in the air may be the cause, and nobody may be told what it drew."""
     _air: deque[Launched] = field(default_factory=deque)
     _idle_since: float = 0.0
 
     def __post_init__(self) -> None:
         self.mixed = make_mixable(self.cut)
-        self.launches_ahead = self.alone and mx.default_device() == mx.gpu
+        on_gpu = mx.default_device() == mx.gpu
+        self.launches_ahead = self.alone and on_gpu
+        if self.alone and not on_gpu:
+            self._second = ThreadPoolExecutor(1, "end-forwards")
         self.rows = Rows(self.cut)
         self.blocks = Blocks(self.rows)
 
@@ -128,7 +143,11 @@ class Stage:
 
     def close(self) -> None:
         """Drop every sequence and hang up on the neighbours."""
+        for launched in self._air:
+            if launched.ended is not None:
+                launched.ended.exception()  # waits; what went wrong is no matter any more
         self._air.clear()
+        self._spoilt = False
         self.blocks.clear()
         self.rows.clear()
         self.sampler.clear()
@@ -192,14 +211,25 @@ class Stage:
             plan.unbuilt -= 1
             if not plan.unbuilt:
                 launched.arrays += self.blocks.set_aside(plan.plan.cuts)
-        if not self.launches_ahead:
+        if not (self.launches_ahead or (self._air and self._air[-1].ended is not None)):
             self._finish(down_to=0)
-        with _blaming(slices):
-            mx.async_eval(launched.arrays, launched.signs)
+        self._start(launched)
         plan.began = plan.began or launched.began
         plan.launched = time.monotonic()
         self._air.append(launched)
         self._finish(down_to=IN_THE_AIR)
+        if self._second is not None and launched.signs and not plan.kept:
+            launched.ended = self._second.submit(self._end, launched)
+
+    def _start(self, launched: Launched) -> None:
+        """MLX's CPU may raise here what a forward in front ran into."""
+        in_front = tuple(piece for other in self._air for piece in other.slices)
+        try:
+            with _blaming(launched.slices + in_front):
+                mx.async_eval(launched.arrays, launched.signs)
+        except StepFailed:
+            self._spoilt = True
+            raise
 
     def _build(self, launched: Launched, x: mx.array, blocks: list[Block]) -> None:
         out = self._forward(x, blocks)
@@ -214,7 +244,7 @@ class Stage:
                 states = [cache.state for cache in block.caches]
                 launched.arrays += states
                 leaves: Any = tree_flatten(states)
-                launched.signs += [leaf[..., :1] for _, leaf in leaves if isinstance(leaf, mx.array)][-1:]
+                launched.signs += [leaf[..., :1] + 0 for _, leaf in leaves if isinstance(leaf, mx.array)][-1:]
         if drawn := tuple(piece for piece in launched.slices if piece.sample):
             self._draw(launched, out, drawn)
 
@@ -251,6 +281,7 @@ class Stage:
         launched.draw = draw = self.sampler.draw(logits, drawn)
         if self.alone:
             self.ahead.note(tuple(piece.seq for piece in drawn), draw.tokens)
+            launched.draw = draw = replace(draw, tokens=draw.tokens + 0)  # whoever reads it has its own
         else:
             launched.gives = draw.tokens[:, None, None].astype(mx.int32)
             launched.signs.append(launched.gives)
@@ -268,23 +299,32 @@ class Stage:
     def _finish(self, down_to: int) -> None:
         while len(self._air) > down_to:
             launched = self._air.popleft()
-            with _blaming(launched.slices):
-                self.wait(launched)
-            now, plan = time.monotonic(), launched.plan
-            plan.busy_s += now - max(launched.began, self._idle_since)
-            self._idle_since = now
-            if launched.gives is not None:
-                assert self.sink is not None
-                self.sink.give(launched.tag, launched.gives)
-            if launched.draw is not None:
-                plan.sampled += launched.draw.read()
-            plan.forwards -= 1
-            if not plan.forwards:
-                self.blocks.store_kept(plan.kept)
-                times = PlanTimes(
-                    plan.plan.id, plan.busy_s, plan.taken, plan.began, plan.launched, now, time.monotonic()
-                )
-                self.tell(Finished(plan.plan, tuple(plan.sampled), times))
+            if launched.ended is not None:
+                launched.ended.result()
+            else:
+                self._end(launched)
+
+    def _end(self, launched: Launched) -> None:
+        """Wait for it, and hand on what came of it."""
+        with _blaming(launched.slices):
+            self.wait(launched)
+        if self._spoilt:
+            return
+        now, plan = time.monotonic(), launched.plan
+        plan.busy_s += now - max(launched.began, self._idle_since)
+        self._idle_since = now
+        if launched.gives is not None:
+            assert self.sink is not None
+            self.sink.give(launched.tag, launched.gives)
+        if launched.draw is not None:
+            plan.sampled += launched.draw.read()
+        plan.forwards -= 1
+        if not plan.forwards:
+            self.blocks.store_kept(plan.kept)
+            times = PlanTimes(
+                plan.plan.id, plan.busy_s, plan.taken, plan.began, plan.launched, now, time.monotonic()
+            )
+            self.tell(Finished(plan.plan, tuple(plan.sampled), times))
 
     def wait(self, launched: Launched) -> None:
         """Until the device has computed it."""
@@ -298,5 +338,5 @@ def _blaming(slices: tuple[Slice, ...]) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        seqs = tuple(piece.seq for piece in slices)
+        seqs = tuple(dict.fromkeys(piece.seq for piece in slices))
         raise StepFailed(f"{type(error).__name__}: {error}", seqs) from error
