@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Full, Queue
 
@@ -32,17 +31,6 @@ ROOM_AGAIN_S = 30.0
 Tell = Callable[[Holds | Catalogue], None]
 
 
-@dataclass(slots=True)
-class Refused:
-    """Since when the SSD takes nothing, on time.monotonic."""
-
-    since: float = -ROOM_AGAIN_S
-
-    @property
-    def still(self) -> bool:
-        return time.monotonic() - self.since < ROOM_AGAIN_S
-
-
 class Store:
     """Owns the stage's blocks. `tell` is called from any of its threads."""
 
@@ -57,7 +45,8 @@ class Store:
         """Held while that changes and is told: what the head hears has the order of what happened."""
         self._restorable: dict[BlockId, bool] = {}
         """What the SSD has."""
-        self._refused = Refused()
+        self._takes_again_at = 0.0
+        """Until then the SSD is taken for full, on time.monotonic."""
         self._reads: Queue[Fetch] = Queue(WAITING)
         self._writes: Queue[Spill | Purge] = Queue(WAITING)
         self._shelf = None
@@ -181,7 +170,11 @@ class Store:
         """Unless it is there already, or there is nothing to write, or no room."""
         assert self._shelf is not None
         slab, there = self.take(entry.id), self._shelf.lines.get(entry.id)
-        if slab is None or self._refused.still or (there and there.restorable >= slab.restorable):
+        if (
+            slab is None
+            or time.monotonic() < self._takes_again_at
+            or (there and there.restorable >= slab.restorable)
+        ):
             return
         try:
             self._check_room(slab.nbytes)
@@ -194,7 +187,7 @@ class Store:
             )
             line = self._shelf.store(label, to_tensors(slab.pieces))
         except OSError as error:
-            self._refused.since = time.monotonic()
+            self._takes_again_at = time.monotonic() + ROOM_AGAIN_S
             log.warning("the SSD takes no blocks for a while", folder=self._spec.folder, why=str(error))
             return
         self._restorable[entry.id] = line.restorable
