@@ -6,8 +6,8 @@ RUN_EXTRAS := cpu,demo
 else
 RUN_EXTRAS := demo
 endif
-# OpenBLAS as in a stage's process: what a test computes beside a stage must be equal to the last bit.
-PYTEST = LD_PRELOAD="$$(scripts/openblas.sh find)" OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
+# What a test computes beside a stage must be equal to the last bit.
+PYTEST = $(BIN)/python scripts/like_a_stage.py -m pytest
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # A Python that was upgraded away takes .venv with it. Before anything else, for make looks at a stamp

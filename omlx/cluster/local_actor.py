@@ -13,6 +13,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -120,7 +121,9 @@ def compute_environment() -> dict[str, str]:
 
     MLX's wheel for Linux links the reference BLAS, which is some 20 times slower on float32 than
     OpenBLAS. One thread each: stages share the machine, and two threads gained nothing. Huge pages: a
-    step reads every weight, and most of what loading takes is page faults.
+    step reads every weight, and most of what loading takes is page faults. Kernels for AVX2 whatever
+    the processor: what OpenBLAS takes for AVX-512 is slower on rows (docs/LOG.md) and rounds otherwise,
+    and so do machines that differ.
     """
     if platform.system() != "Linux":
         return {}
@@ -128,7 +131,15 @@ def compute_environment() -> dict[str, str]:
     if (library := ctypes.util.find_library("openblas")) is not None:
         found["LD_PRELOAD"] = _joined(" ", library, os.environ.get("LD_PRELOAD"))
         found["OPENBLAS_NUM_THREADS"] = "1"
+        if "OPENBLAS_CORETYPE" not in os.environ and {"avx2", "fma"} <= _processor_flags():
+            found["OPENBLAS_CORETYPE"] = "Haswell"
     return found
+
+
+def _processor_flags() -> set[str]:
+    """What Linux says that every core of an x86 can do."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
 def _joined(by: str, ours: str, theirs: str | None) -> str:

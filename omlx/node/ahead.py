@@ -22,8 +22,8 @@ Take = Callable[[Tag], mx.array]
 class Ahead:
     """The first stage's memory of the latest draws."""
 
-    _latest: dict[SeqId, mx.array] = field(default_factory=dict)
-    """Scalars."""
+    _latest: dict[SeqId, tuple[mx.array, int]] = field(default_factory=dict)
+    """The draw [B] and the row: to cut each draw into its rows would cost every step."""
     _column: tuple[tuple[SeqId, ...], mx.array] | None = None
     """The latest draw as a whole: asked for again as it is in nearly every step."""
     _due: deque[tuple[Tag, tuple[SeqId, ...]]] = field(default_factory=deque)
@@ -39,7 +39,7 @@ class Ahead:
     def note(self, seqs: tuple[SeqId, ...], tokens: mx.array) -> None:
         """tokens: [B], perhaps not computed yet."""
         self._column = seqs, tokens
-        self._latest.update(zip(seqs, tokens, strict=True))
+        self._latest.update((seq, (tokens, row)) for row, seq in enumerate(seqs))
 
     def expect(self, tag: Tag, seqs: tuple[SeqId, ...]) -> None:
         """The last stage will send this draw."""
@@ -59,8 +59,13 @@ class Ahead:
             self._receive(take)
         if self._column is not None and self._column[0] == tuple(piece.seq for piece in slices):
             return self._column[1][:, None]
-        rows = [self._latest[p.seq] if not p.tokens else mx.array(p.tokens[0]) for p in slices]
-        return mx.stack(rows)[:, None]
+        return mx.stack([self._token(piece) for piece in slices])[:, None]
+
+    def _token(self, piece: Slice) -> mx.array:
+        if piece.tokens:
+            return mx.array(piece.tokens[0])
+        tokens, row = self._latest[piece.seq]
+        return tokens[row]
 
     def _receive(self, take: Take) -> None:
         tag, seqs = self._due.popleft()

@@ -5,8 +5,10 @@ plain cache of its family. Both are mlx-lm's own classes. Every stage sees the s
 stages lie alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -98,11 +100,19 @@ class Rows:
         batch = self._find(seq)
         return batch.caches, batch.rows.index(seq), self._tokens[seq]
 
-    def drop(self, seq: SeqId) -> None:
-        """Forget a row; those that shared its batch stay as they are."""
-        batch = self._find(seq)
-        del self._batch_of[seq], self._tokens[seq]
-        self._keep(batch, [i for i, row in enumerate(batch.rows) if row != seq])
+    def drop(self, seqs: Iterable[SeqId]) -> None:
+        """Forget rows, all at once: who leaves costs those that shared a batch with it a copy of theirs.
+
+        Raises OutOfStep for an unknown sequence.
+        """
+        leaving: dict[int, tuple[Batch, set[SeqId]]] = {}
+        for seq in seqs:
+            batch = self._find(seq)
+            leaving.setdefault(id(batch), (batch, set()))[1].add(seq)
+        for batch, gone in leaving.values():
+            self._keep(batch, [i for i, row in enumerate(batch.rows) if row not in gone])
+            for seq in gone:
+                del self._batch_of[seq], self._tokens[seq]
 
     def blocks(self, slices: Sequence[Slice]) -> list[Block]:
         """The slices of one plan as they lie together. Raises OutOfStep for an unknown sequence."""
@@ -119,14 +129,10 @@ class Rows:
         Costs nothing while the membership stays the same. Raises OutOfStep for an unknown sequence.
         """
         rows = list(wanted)
-        batch = self._find(rows[0])
-        if batch.rows == rows:
-            return batch.caches
-        if rows[: len(batch.rows)] == batch.rows:
-            newcomers = rows[len(batch.rows) :]
-        else:
-            batch, newcomers = self._alone(rows[0]), rows[1:]
-        joined = self._join(batch, [self._alone(seq) for seq in newcomers]) if newcomers else batch
+        if self._find(rows[0]).rows == rows:
+            return self._batch_of[rows[0]].caches
+        runs = [list(run) for _, run in groupby(rows, key=lambda seq: id(self._find(seq)))]
+        joined = _join([self._take(run) for run in runs])
         for seq in rows:
             self._batch_of[seq] = joined
         return joined.caches
@@ -137,38 +143,50 @@ class Rows:
         except KeyError:
             raise OutOfStep(f"the plan names sequence {seq}, which is not here") from None
 
-    def _alone(self, seq: SeqId) -> Batch:
-        """The row in a batch of its own, taken out of the one it shared."""
-        batch = self._find(seq)
-        if len(batch.rows) == 1:
+    def _take(self, seqs: list[SeqId]) -> Batch:
+        """Rows of one batch in a batch of their own, taken out of what they shared."""
+        batch = self._find(seqs[0])
+        if batch.rows == seqs:
             return batch
-        place = batch.rows.index(seq)
-        single = Batch([seq], [cache.extract(place) for cache in batch.caches])
-        self._batch_of[seq] = single
-        self._keep(batch, [i for i in range(len(batch.rows)) if i != place])
-        return single
+        places = [batch.rows.index(seq) for seq in seqs]
+        taken = Batch(seqs, [_pick(cache, places) for cache in batch.caches])
+        for seq in seqs:
+            self._batch_of[seq] = taken
+        self._keep(batch, [i for i in range(len(batch.rows)) if i not in places])
+        return taken
 
     def _keep(self, batch: Batch, places: list[int]) -> None:
         """Cut a batch down to the rows at `places`. A last row goes back to its family's plain cache,
         which is faster and computes bit for bit what it would alone."""
         batch.rows = [batch.rows[i] for i in places]
-        if len(places) == 1:
-            batch.caches = [cache.extract(places[0]) for cache in batch.caches]
-        elif places:
-            index = mx.array(places)
-            for cache in batch.caches:
-                cache.filter(index)
-        else:
-            batch.caches = []
+        batch.caches = [_pick(cache, places) for cache in batch.caches] if places else []
 
-    @staticmethod
-    def _join(batch: Batch, others: list[Batch]) -> Batch:
-        rows = batch.rows + [other.rows[0] for other in others]
-        singles = zip(*(other.caches for other in others), strict=True)
-        if len(batch.rows) == 1:
-            caches = [own.merge([own, *more]) for own, more in zip(batch.caches, singles, strict=True)]
-            return Batch(rows, caches)
-        for own, more in zip(batch.caches, singles, strict=True):
-            own.extend(more[0].merge(list(more)))
-        batch.rows = rows
-        return batch
+
+def _pick(cache: Any, places: list[int]) -> Any:
+    """The rows of one layer's batch cache at `places`, and none of its arrays but those it shares."""
+    if len(places) == 1:
+        return cache.extract(places[0])
+    picked = copy(cache)
+    if isinstance(cache, CacheList):
+        picked.caches = tuple(_pick(inner, places) for inner in cache.caches)
+    else:
+        picked.filter(mx.array(places))  # every kind makes new arrays
+    return picked
+
+
+def _join(parts: list[Batch]) -> Batch:
+    """One batch of all their rows in order; the parts are used up."""
+    if len(parts) == 1:
+        return parts[0]
+    shared: list[list[Any]] = []
+    for single, run in groupby(parts, key=lambda part: len(part.rows) == 1):
+        layers = zip(*(part.caches for part in run), strict=True)
+        if single:
+            shared.append([caches[0].merge(list(caches)) for caches in layers])
+        else:
+            shared += map(list, zip(*layers, strict=True))
+    first, *others = shared
+    for other in others:
+        for own, more in zip(first, other, strict=True):
+            own.extend(more)
+    return Batch([seq for part in parts for seq in part.rows], first)

@@ -173,10 +173,10 @@ class Stage:
         kept = self.blocks.keep(plan.keeps)
         for seq in plan.drops:
             self.blocks.drop(seq)
-            self.rows.drop(seq)
             self.ahead.drop(seq)
             if self.cut.last:
                 self.sampler.drop(seq)
+        self.rows.drop(plan.drops)
         for admit in plan.admits:
             self.rows.admit(admit.seq)
             if self.cut.last:

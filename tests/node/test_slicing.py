@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from omlx.errors import BadModel, CannotSplit
+from omlx.errors import BadModel, CannotSplit, OutOfStep
 from omlx.ids import SeqId
 from omlx.node.loader import load_span
 from omlx.node.rows import Rows
@@ -70,12 +70,23 @@ def test_stages_give_bit_equal_logits_with_the_unsplit_model(name: str, stages: 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_that_join_and_leave_a_batch_compute_what_they_would_alone(name: str, tiny: Tiny) -> None:
-    """Three rows of unequal length; one joins late, one leaves, over two stages."""
+@pytest.mark.parametrize(
+    ("members", "leaves"),
+    [
+        pytest.param([[0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 2], [2], [0]], [1], id="join and leave"),
+        pytest.param([[0, 1, 2, 3], [3, 1], [2, 0], [1, 2], [3, 0], [0, 1, 2, 3]], [], id="regroup"),
+        pytest.param([[0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [3]], [1, 2], id="leave together"),
+    ],
+)
+def test_rows_in_changing_company_compute_what_they_would_alone(
+    name: str, members: list[list[int]], leaves: list[int], tiny: Tiny
+) -> None:
+    """Rows of unequal length over two stages. Who leaves does so when it is asked for the last time."""
     parts = cuts(tiny(name), 2)
-    alone = {seq: [Rows(cut) for cut in parts] for seq in range(3)}
+    prompts = {0: PROMPT[:40], 1: PROMPT[:3], 2: PROMPT[5:19], 3: PROMPT[2:35]}
+    alone = {seq: [Rows(cut) for cut in parts] for seq in prompts}
     shared = [Rows(cut) for cut in parts]
-    for seq in range(3):
+    for seq in prompts:
         for rows in [*alone[seq], *shared]:
             rows.admit(SeqId(seq))
 
@@ -83,19 +94,44 @@ def test_rows_that_join_and_leave_a_batch_compute_what_they_would_alone(name: st
         ids = [SeqId(seq) for seq in seqs]
         return through(parts, mx.array(tokens), [r.together(ids) for r in rows])[:, -1]
 
-    prompts = {0: PROMPT[:40], 1: PROMPT[:3], 2: PROMPT[5:19]}
     for seq, prompt in prompts.items():
         for rows in (alone[seq], shared):
             run(rows, [seq], [prompt])
-    for step, members in enumerate([[0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 2], [2], [0]]):
-        if members == [0, 2]:
+    here = set(leaves)
+    for step, asked in enumerate(members):
+        if here and not any(here & set(later) for later in members[step:]):
             for rows in shared:
-                rows.drop(SeqId(1))
-        tokens = [[30 + step + 3 * seq] for seq in members]
-        together = run(shared, members, tokens)
-        for row, seq in enumerate(members):
+                rows.drop(map(SeqId, here))
+            here.clear()
+        tokens = [[30 + step + 3 * seq] for seq in asked]
+        together = run(shared, asked, tokens)
+        for row, seq in enumerate(asked):
             single = run(alone[seq], [seq], [tokens[row]])
             assert mx.allclose(together[row], single[0], atol=2e-4, rtol=1e-4).item(), (step, seq)
+
+
+def test_rows_that_end_in_one_plan_cost_the_others_one_copy(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight answers that ended together stopped the others for a second on a fast GPU."""
+    [cut] = cuts(tiny("tiny-llama"), 1)
+    rows, ids = Rows(cut), [SeqId(seq) for seq in range(6)]
+    for seq in ids:
+        rows.admit(seq)
+        through([cut], mx.array([PROMPT[:9]]), [rows.together([seq])])
+    rows.together(ids)
+    copies: list[int] = []
+    copy_rows = BatchKVCache.filter
+
+    def count(cache: BatchKVCache, places: mx.array) -> None:
+        copies.append(places.size)
+        copy_rows(cache, places)
+
+    monkeypatch.setattr(BatchKVCache, "filter", count)
+    rows.drop(ids[1:4])
+    assert copies == [3] * cut.layers
+    with pytest.raises(OutOfStep):
+        rows.drop(ids[1:2])
 
 
 def test_a_wrong_hidden_state_changes_the_logits(tiny: Tiny) -> None:
