@@ -348,7 +348,8 @@ async def test_the_command_prints_one_json_line_a_scenario() -> None:
     assert [body["max_tokens"] for body in script.bodies] == [1, 5, 5, 5, 8]  # the first one warms up
 
 
-async def test_the_command_prints_a_table_for_people() -> None:
+async def test_the_command_prints_a_table_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     async with serving(Script()) as url:
         result = await run_bench("--url", url, "--scenario", "c1,prefix", "--prompt-words", "9")
     assert result.exit_code == 0

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 STAGE = (sys.executable, "-m", "omlx.node.process")
 """The command of a stage; `--fd N` follows."""
+MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1048576"
+"""Huge pages: a step reads every weight, and most of what loading takes is page faults. One heap, and large
+arrays outside it: what is freed goes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +123,13 @@ def compute_environment() -> dict[str, str]:
     """What makes a stage compute well on this machine.
 
     MLX's wheel for Linux links the reference BLAS, which is some 20 times slower on float32 than
-    OpenBLAS. One thread each: stages share the machine, and two threads gained nothing. Huge pages: a
-    step reads every weight, and most of what loading takes is page faults. Kernels for AVX2 whatever
-    the processor: what OpenBLAS takes for AVX-512 is slower on rows (docs/LOG.md) and rounds otherwise,
-    and so do machines that differ.
+    OpenBLAS. One thread each: stages share the machine, and two threads gained nothing. Kernels for AVX2
+    whatever the processor: what OpenBLAS takes for AVX-512 is slower on rows (docs/LOG.md) and rounds
+    otherwise, and so do machines that differ.
     """
     if platform.system() != "Linux":
         return {}
-    found = {"GLIBC_TUNABLES": _joined(":", "glibc.malloc.hugetlb=1", os.environ.get("GLIBC_TUNABLES"))}
+    found = {"GLIBC_TUNABLES": _joined(":", MALLOC, os.environ.get("GLIBC_TUNABLES"))}
     if (library := ctypes.util.find_library("openblas")) is not None:
         found["LD_PRELOAD"] = _joined(" ", library, os.environ.get("LD_PRELOAD"))
         found["OPENBLAS_NUM_THREADS"] = "1"

@@ -6,7 +6,6 @@ stage in a long step is told from a dead one. When the head's end closes, the pr
 
 import json
 import os
-import resource
 import socket
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from omlx.errors import BadModel, StageLost, StepFailed
 from omlx.ids import Epoch
 from omlx.node.links import Link, MxLink, TcpLink
 from omlx.node.loader import load_span
+from omlx.node.memory import Memory, peak_rss_bytes
 from omlx.node.rows import can_share
 from omlx.node.slab import has_states, places_of, storable, trimmable
 from omlx.node.slicing import Cut
@@ -62,11 +62,6 @@ from omlx.node.wire import (
 MakeStage = Callable[[Cut, Callable[[Finished], None]], Stage]
 INBOX = 1024
 """Control messages that may wait; the head has a few plans in flight for each stage."""
-GPU_SIZES = ("max_recommended_working_set_size", "total_memory", "memory_size")
-"""What MLX's back ends call the memory that a GPU may use, in bytes; the best one first."""
-TRIM_EVERY, FULL = 32, 0.75
-"""Every so many plans, what MLX keeps of freed memory is given back if it is so near its limit. Full of sizes
-that nobody asks for any more, it would keep nothing else, and every operation would allocate."""
 TELL_BUSY_EVERY_S = 0.05
 """A fit needs samples, not each of them at once."""
 
@@ -86,8 +81,7 @@ class StageHost:
         self._links: tuple[Link, ...] = ()
         self._busy: list[PlanTimes] = []
         self._busy_told = 0.0
-        self._cache_bytes = 0
-        """What MLX may keep of freed memory."""
+        self._memory = Memory()
         self._newest: Epoch = Epoch(0)
         """Of the Begins that the socket thread has seen; the compute thread may be behind."""
 
@@ -99,6 +93,7 @@ class StageHost:
                 message = self._inbox.get(timeout=TELL_BUSY_EVERY_S if self._busy else None)
             except Empty:
                 self._tell_busy(time.monotonic())
+                self._memory.rest()
                 continue
             match message:
                 case Load():
@@ -149,7 +144,7 @@ class StageHost:
     # ---------------------------------------------------------------- the compute thread
 
     def _load(self, load: Load) -> None:
-        self._cache_bytes = share_gpu_memory(load.memory_share)
+        self._memory.share(load.memory_share)
         try:
             if load.ring:
                 self._group = join_group(load.ring, load.rank, load.backend)
@@ -216,8 +211,7 @@ class StageHost:
             return  # sent before the head knew that this epoch was over
         try:
             self._stage.step(plan)
-            if plan.id % TRIM_EVERY == 0 and mx.get_cache_memory() > self._cache_bytes * FULL:
-                mx.clear_cache()
+            self._memory.trim(plan.id)
             if self._inbox.empty():
                 self._stage.settle()
         except StepFailed as failed:
@@ -286,29 +280,3 @@ def join_group(ring: tuple[str, ...], rank: int, backend: str) -> mx.distributed
         raise BadModel(f"link {backend}: mx.distributed cannot start it here: {error}") from error
     finally:
         Path(hosts.name).unlink()
-
-
-def share_gpu_memory(share: float) -> int:
-    """This process's part of the GPU's limits, so that several never take more than the machine bears.
-
-    MLX keeps what it frees up to its limit, and each process takes the whole GPU for its own. Returns how
-    many bytes of that it may keep; where no limit is set, more than there is. Only Metal's is: what is kept
-    there is missing for everything else on a Mac.
-    """
-    info = mx.device_info() if mx.default_device() == mx.gpu else {}
-    whole = next((int(info[name]) for name in GPU_SIZES if name in info), 0)
-    if not whole:
-        return sys.maxsize
-    mx.set_memory_limit(int(whole * share))
-    if not mx.metal.is_available():
-        return sys.maxsize
-    mx.set_wired_limit(int(whole * share))
-    kept = int(whole * share / 8)
-    mx.set_cache_limit(kept)
-    return kept
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process ever had resident."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -28,8 +28,8 @@ IDLE_S = 1.0
 """A block is written when it is so old: nobody waits for it, and what follows is computed already."""
 FETCH_WITHIN_S = 10.0
 """A disk that gives nothing for so long is given up for computing."""
-MOST_OVER = 1.25
-"""Of the hot budget: beyond it blocks go although they are not written yet."""
+FULL = 0.8
+"""Of the hot budget: from here on blocks are written and go; beyond all of it they go unwritten too."""
 
 
 @dataclass(slots=True)
@@ -323,15 +323,15 @@ class Prefixes:
         for id in gone:
             self._forget_hot(id)
         for stage, budget in enumerate(self.hold.hot_bytes):
-            over = self.index.used_bytes(stage, Tier.HOT) - budget
+            over = self.index.used_bytes(stage, Tier.HOT) - int(FULL * budget)
             if over <= 0:
                 continue
             for id in self.index.victims(Tier.HOT, stage, over):
                 if id in self._spilling or id in self._fetching:
                     continue
                 if id in self._dirty:
-                    bearable = self.index.used_bytes(stage, Tier.HOT) <= MOST_OVER * budget
-                    if bearable or len(self._dirty) <= 2 * SPILLS:
+                    bearable = self.index.used_bytes(stage, Tier.HOT) <= budget
+                    if bearable or len(self._dirty) <= SPILLS:
                         self._dirty[id] = self.now - IDLE_S  # written next
                         self._dirty.move_to_end(id, last=False)
                         continue

@@ -78,7 +78,8 @@ class Launched:
     began: float
     """When its input was there."""
     arrays: list[Any] = field(default_factory=list)
-    """What it computes, in any nesting."""
+    """What it computes, in any nesting; forgotten as soon as it is launched. Whoever holds a cache's array
+    then makes the next forward copy all of it instead of writing into it."""
     signs: list[mx.array] = field(default_factory=list)
     """By these it is seen that all of that is done. No cache is among them: the next forward writes into its
     arrays as soon as it is built, and to wait for one would compute that forward."""
@@ -227,6 +228,7 @@ class Stage:
         try:
             with _blaming(launched.slices + in_front):
                 mx.async_eval(launched.arrays, launched.signs)
+                launched.arrays.clear()
         except StepFailed:
             self._spoilt = True
             raise
