@@ -68,5 +68,5 @@ openblas:
 	@touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | venv
-	$(PIP_INSTALL) -e '.[$(RUN_EXTRAS),dev]'
+	$(PIP_INSTALL) -e '.[$(RUN_EXTRAS),cluster,dev]'
 	@touch $@ .venv/demo.stamp

@@ -57,13 +57,15 @@ class Kept:
 
     def spec(self, folder: Path) -> CacheSpec:
         block_tokens = Settings.model_fields["cache_block_tokens"].default
-        return CacheSpec(model_root(folder, None, PLAIN), block_tokens, str(self.cold), floor_bytes=0)
+        return CacheSpec(
+            model_root(folder, None, PLAIN, block_tokens), block_tokens, str(self.cold), floor_bytes=0
+        )
 
     def hold(self, stages: int) -> Hold:
         defaults = Settings.model_fields
         return Hold(
             hot_bytes=(self.hot_bytes,) * stages,
-            cold_bytes=ROOMY,
+            cold=True,
             block_tokens=defaults["cache_block_tokens"].default,
             snapshot_tokens=defaults["cache_snapshot_tokens"].default,
         )

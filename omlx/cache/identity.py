@@ -29,22 +29,24 @@ Stamp = tuple[int, int, int, int, int]
 tools that copy or restore a file set its mtime back."""
 
 
-def identity_of(folder: Path, memo: Path | None, kv_format: str) -> dict[str, str]:
-    """All that changes keys and values, beside tokens and media. Raises BadModel like `weights_digest`.
+def identity_of(folder: Path, memo: Path | None, kv_format: str, block_tokens: int) -> dict[str, str]:
+    """All that changes keys and values, beside tokens and media, and how they are cut. Raises BadModel like
+    `weights_digest`.
 
     kv_format: type and quantization of what is kept ("bfloat16", "int4/64").
     """
     return {
         "weights": weights_digest(folder, memo),
         "kv_format": kv_format,
+        "block_tokens": str(block_tokens),
         "cache_version": CACHE_VERSION,
         "mlx_lm": version("mlx-lm"),
     }
 
 
-def model_root(folder: Path, memo: Path | None, kv_format: str) -> BlockId:
+def model_root(folder: Path, memo: Path | None, kv_format: str, block_tokens: int) -> BlockId:
     """The parent of every first block of this model. Raises BadModel like `weights_digest`."""
-    return root_of(identity_of(folder, memo, kv_format))
+    return root_of(identity_of(folder, memo, kv_format, block_tokens))
 
 
 def weights_digest(folder: Path, memo: Path | None) -> str:

@@ -65,8 +65,9 @@ class Keeping:
         if not self.on:
             return None
         memo = self.folder.path / "digests.json" if self.folder is not None else None
-        identity = identity_of(model_folder, memo, kv_format(self.settings.kv_bits))
-        identity["block_tokens"] = str(self.settings.cache_block_tokens)
+        identity = identity_of(
+            model_folder, memo, kv_format(self.settings.kv_bits), self.settings.cache_block_tokens
+        )
         root = root_of(identity)
         if self.folder is not None:
             try:
@@ -82,7 +83,7 @@ class Keeping:
         return Hold(
             # A stage without caches counts a byte a block, and must not be full because of them.
             hot_bytes=tuple(hot_bytes * stage.kv // whole or min(hot_bytes, 2**20) for stage in plan.stages),
-            cold_bytes=self.cold_bytes if self.folder is not None else None,
+            cold=self.folder is not None,
             block_tokens=self.settings.cache_block_tokens,
             snapshot_tokens=self.settings.cache_snapshot_tokens,
         )
@@ -112,13 +113,14 @@ class Keeping:
         """Bytes that loaded models have to give up. Models that are not loaded give theirs first."""
         # A copy: another thread may add a model that is loaded now.
         loaded = sum(used() for used in list(self._used.values()))
-        over = self._others + loaded - self.cold_bytes
+        others = self._others  # read once: the thread that trims them changes it
+        over = others + loaded - self.cold_bytes
         if self.folder is None or over <= 0:
             return 0
-        if self._others and self._trimming.acquire(blocking=False):
+        if others and self._trimming.acquire(blocking=False):
             budget = max(self.cold_bytes, loaded)  # whose blocks these are gives them up itself
             threading.Thread(target=self._trim_others, args=(budget,), name="cache-trim", daemon=True).start()
-        return max(0, over - self._others)
+        return max(0, over - others)
 
     def _trim_others(self, budget_bytes: int) -> None:
         assert self.folder is not None

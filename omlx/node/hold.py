@@ -1,8 +1,9 @@
 """How much of a model may be kept, and what became of it in numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from omlx.ids import SeqId
 from omlx.node.step import Cut, Slice
 
 LEAST_TOKENS = 16
@@ -30,8 +31,8 @@ class Hold:
 
     hot_bytes: tuple[int, ...]
     """The budget of each stage."""
-    cold_bytes: int | None
-    """The budget of all stages together; None: there is no cold tier."""
+    cold: bool
+    """Whether there is a cold tier."""
     block_tokens: int
     """0: nothing is kept."""
     snapshot_tokens: int
@@ -44,18 +45,19 @@ class Hold:
         """Restore points that can be counted on lie so far apart; 0: there are none."""
         return self.snapshot_tokens if self.block_tokens and self.recurrent else self.block_tokens
 
-    def cuts(self, slices: Iterable[Slice], prompts: dict[int, int]) -> tuple[Cut, ...]:
-        """What has to be set aside right after these slices; `prompts`: each sequence's own length."""
+    def cuts(self, slices: Iterable[Slice], prompt_tokens: Callable[[SeqId], int]) -> tuple[Cut, ...]:
+        """What has to be set aside right after these slices."""
         if self.trimmable or not self.block_tokens:
             return ()
         size, stride = self.block_tokens, self.snapshot_tokens
         cuts = []
         for piece in slices:
+            prompt = prompt_tokens(piece.seq)
             ends = [*range((piece.start // size + 1) * size, piece.end + 1, size)]
-            if piece.end == prompts[piece.seq] and piece.end % size >= LEAST_TOKENS:
+            if piece.end == prompt and piece.end % size >= LEAST_TOKENS:
                 ends.append(piece.end)
             for end in ends:
-                at_end = end == piece.end and (end % stride == 0 or end == prompts[piece.seq])
+                at_end = end == piece.end and (end % stride == 0 or end == prompt)
                 cuts.append(Cut(piece.seq, (end - 1) // size * size, end, at_end))
         return tuple(cuts)
 

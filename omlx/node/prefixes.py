@@ -28,6 +28,8 @@ IDLE_S = 1.0
 """A block is written when it is so old: nobody waits for it, and what follows is computed already."""
 FETCH_WITHIN_S = 10.0
 """A disk that gives nothing for so long is given up for computing."""
+SPILL_WITHIN_S = 60.0
+"""A disk that takes nothing for so long must not hold up the blocks behind."""
 FULL = 0.8
 """Of the hot budget: from here on blocks are written and go; beyond all of it they go unwritten too."""
 
@@ -47,7 +49,8 @@ class Prefixes:
     """Hot, and not yet cold on every stage: since when."""
     _fetching: dict[BlockId, tuple[set[int], float]] = field(default_factory=dict)
     """Stages that have not answered, and since when."""
-    _spilling: dict[BlockId, set[int]] = field(default_factory=dict)
+    _spilling: dict[BlockId, tuple[set[int], float]] = field(default_factory=dict)
+    """Stages that have not answered, and since when."""
     _distrusted: set[BlockId] = field(default_factory=set)
     """To be given up in RAM: nobody knows them any more, or an epoch ended while they were laid back."""
     _keeping: set[BlockId] = field(default_factory=set)
@@ -245,7 +248,7 @@ class Prefixes:
                 self.counters.fetched_blocks += self.index.is_hot(id)
         if id in self._keeping and self.index.is_hot(id):
             self._end_keep(id)
-        if bytes and self.hold.cold_bytes is not None and self.index.missing(id, Tier.COLD):
+        if bytes and self.hold.cold and self.index.missing(id, Tier.COLD):
             self._dirty.setdefault(id, self.now)
 
     def _ends(self, sequence: Sequence, end: int) -> bool:
@@ -263,15 +266,18 @@ class Prefixes:
         self.index.unpin(id)
 
     def _spilled(self, stage: int, id: BlockId, bytes: int) -> None:
-        waiting = self._spilling[id]
+        waiting, _ = self._spilling[id]
         waiting.discard(stage)
         if not waiting:
-            del self._spilling[id]
-            self._dirty.pop(id, None)
-            if self.index.missing(id, Tier.COLD):
-                self.counters.dropped_writes += 1
-            else:
-                self.counters.spilled_blocks += 1
+            self._end_spill(id)
+
+    def _end_spill(self, id: BlockId) -> None:
+        del self._spilling[id]
+        self._dirty.pop(id, None)
+        if self.index.missing(id, Tier.COLD):
+            self.counters.dropped_writes += 1
+        else:
+            self.counters.spilled_blocks += 1
 
     # ---------------------------------------------------------------- what they are told
 
@@ -292,6 +298,8 @@ class Prefixes:
     def spills(self, *, all_of_them: bool = False) -> tuple[BlockEntry, ...]:
         """To be written now: what is old enough, a few at a time."""
         wanted = []
+        for id in [id for id, (_, since) in self._spilling.items() if self.now - since > SPILL_WITHIN_S]:
+            self._end_spill(id)
         for id, since in list(self._dirty.items()):
             if len(self._spilling) >= SPILLS or (not all_of_them and self.now - since < IDLE_S):
                 break
@@ -302,7 +310,7 @@ class Prefixes:
                 del self._dirty[id]
                 continue
             id = self._first_of(id)
-            self._spilling[id] = set(self.index.missing(id, Tier.COLD))
+            self._spilling[id] = set(self.index.missing(id, Tier.COLD)), self.now
             entry = self.index.entry(id)
             wanted.append(BlockEntry(id, entry.parent, entry.tokens, entry.start))
         return tuple(wanted)
@@ -380,4 +388,4 @@ class Prefixes:
 def nothing_kept(stages: int = 1) -> Prefixes:
     """Without a cache."""
     root = BlockId(bytes(16))
-    return Prefixes(PrefixIndex(root, 1, stages, True), Hold((0,) * stages, None, 0, 0))
+    return Prefixes(PrefixIndex(root, 1, stages, True), Hold((0,) * stages, False, 0, 0))

@@ -10,29 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from omlx.cache.block_file import DTYPE_BYTES as KEPT_DTYPE_BYTES
 from omlx.errors import BadModel
 
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
-
-# The dtypes that MLX reads from these files. It takes 8-bit floats as bytes.
-DTYPE_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "C64": 8,
-}
+DTYPE_BYTES = KEPT_DTYPE_BYTES | {"F8_E4M3": 1, "F8_E8M0": 1}
+"""The dtypes that MLX reads from these files. It takes 8-bit floats as bytes."""
 
 
 @dataclass(frozen=True, slots=True)

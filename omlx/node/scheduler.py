@@ -276,7 +276,7 @@ class Scheduler:
         return restores
 
     def _cuts(self, slices: list[Slice]) -> tuple[Cut, ...]:
-        return self.prefixes.hold.cuts(slices, {s.id: len(s.request.prompt) for s in self.running.values()})
+        return self.prefixes.hold.cuts(slices, lambda seq: len(self.running[seq].request.prompt))
 
     def _flies(self, seq: SeqId) -> bool:
         """Whether a plan on its way still means this sequence as it was before it gave way."""

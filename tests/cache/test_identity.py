@@ -220,11 +220,11 @@ def test_what_cannot_be_read_is_named(folder: Path, harm: Callable[[Path], objec
 def test_the_root_depends_on_the_format_of_keys_and_values_and_on_the_code(
     folder: Path, memo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = model_root(folder, memo, "bfloat16")
-    assert plain == model_root(folder, None, "bfloat16") != model_root(folder, memo, "int4/64")
+    plain = model_root(folder, memo, "bfloat16", 256)
+    assert plain == model_root(folder, None, "bfloat16", 256) != model_root(folder, memo, "int4/64", 256)
     monkeypatch.setattr(identity, "version", lambda package: f"another {package}")
-    assert model_root(folder, memo, "bfloat16") != plain
-    assert identity_of(folder, memo, "bfloat16")["mlx_lm"] == "another mlx-lm"
+    assert model_root(folder, memo, "bfloat16", 256) != plain
+    assert identity_of(folder, memo, "bfloat16", 256)["mlx_lm"] == "another mlx-lm"
     monkeypatch.undo()
     monkeypatch.setattr(identity, "CACHE_VERSION", "next")
-    assert model_root(folder, memo, "bfloat16") != plain
+    assert model_root(folder, memo, "bfloat16", 256) != plain

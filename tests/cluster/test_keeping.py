@@ -71,7 +71,7 @@ def test_with_no_cache_nothing_is_kept_and_no_folder_is_made(tmp_path: Path) -> 
 def test_without_an_ssd_blocks_are_kept_in_memory_alone(tmp_path: Path) -> None:
     with opened(tmp_path / "cache", paged_ssd_cache_max_size="0") as kept:
         assert kept.on and kept.folder is None
-        assert kept.hold(plan(1), 100).cold_bytes is None
+        assert kept.hold(plan(1), 100).cold is False
         assert kept.over() == 0
     assert not (tmp_path / "cache").exists()
 
@@ -91,7 +91,7 @@ def test_memory_is_dealt_to_models_and_to_stages_by_their_keys_and_values(tmp_pa
         hold = kept.hold(plan(100, 300), 4 * 10**8)
         assert hold.hot_bytes == (10**8, 3 * 10**8)
         assert (hold.block_tokens, hold.snapshot_tokens) == (64, 128)
-        assert hold.cold_bytes == kept.cold_bytes
+        assert hold.cold
 
 
 def test_a_stage_without_keys_and_values_is_never_full(tmp_path: Path) -> None:

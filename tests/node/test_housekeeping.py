@@ -24,7 +24,7 @@ from tests.node.test_prefixes import BYTES, SIZE, begun, entries, keep, tokens
 from tests.node.test_scheduler import limits, request
 
 ROOT = root_of({"weights": "none"})
-HOLD = Hold((10**6, 10**6), 10**9, SIZE, 2 * SIZE)
+HOLD = Hold((10**6, 10**6), True, SIZE, 2 * SIZE)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from omlx.node.prefixes import (
     FULL,
     IDLE_S,
     RESTORED_TOKENS,
+    SPILL_WITHIN_S,
     SPILLS,
     Prefixes,
 )
@@ -34,7 +35,7 @@ BYTES = 100
 def books(
     stages: int = 1, hot_bytes: int = 10**6, *, cold: bool = True, trimmable: bool = True, size: int = SIZE
 ) -> Prefixes:
-    hold = Hold((hot_bytes,) * stages, 10**9 if cold else None, size, 2 * size, trimmable)
+    hold = Hold((hot_bytes,) * stages, cold, size, 2 * size, trimmable)
     return Prefixes(PrefixIndex(ROOT, size, stages, trimmable), hold)
 
 
@@ -364,3 +365,18 @@ def test_without_any_room_in_memory_the_ssd_is_written_all_the_same() -> None:
     say(all_books, "cold", written)
     assert set(all_books.evicts()) == set(ids)
     assert all_books.counters.spilled_blocks == 2
+
+
+def test_a_writer_that_never_answers_does_not_hold_up_the_blocks_behind() -> None:
+    all_books = books()
+    ids = keep(all_books, tokens((SPILLS + 1) * SIZE))
+    all_books.now += IDLE_S
+    assert [entry.id for entry in all_books.spills()] == ids[:SPILLS]
+    all_books.now += SPILL_WITHIN_S
+    assert all_books.spills() == ()
+    all_books.now += 1
+    assert [entry.id for entry in all_books.spills()] == ids[SPILLS:]
+    assert all_books.counters.dropped_writes == SPILLS
+    say(all_books, "cold", ids[:1])  # late, and right all the same
+    assert not all_books.index.missing(ids[0], Tier.COLD)
+    all_books.index.check()

@@ -221,9 +221,7 @@ class CachedSequences(RuleBasedStateMachine):
         for one in self.patches:
             one.start()
         budget = hot_blocks * BLOCK * 10
-        hold = Hold(
-            (budget,) * stages, 10**9 if cold else None, BLOCK, SNAPSHOT, kind == PLAIN, kind == RECURRENT
-        )
+        hold = Hold((budget,) * stages, cold, BLOCK, SNAPSHOT, kind == PLAIN, kind == RECURRENT)
         index = PrefixIndex(ROOT, BLOCK, stages, hold.trimmable)
         bounds = limits(places, stages, 3 * BLOCK, capacity, mixes, queue=8)
         self.scheduler = Scheduler(bounds, prefixes=Prefixes(index, hold))

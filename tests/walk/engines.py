@@ -43,12 +43,13 @@ class Kept:
     snapshot_tokens: int = 64
 
     def spec(self, folder: Path, kv_bits: int | None) -> CacheSpec:
-        root = model_root(folder, None, kv_format(kv_bits))
+        root = model_root(folder, None, kv_format(kv_bits), self.block_tokens)
         return CacheSpec(root, self.block_tokens, str(self.cold) if self.cold else None, 0)
 
     def hold(self, stages: int) -> Hold:
-        cold = 2**40 if self.cold else None
-        return Hold((self.hot_bytes,) * stages, cold, self.block_tokens, self.snapshot_tokens)
+        return Hold(
+            (self.hot_bytes,) * stages, self.cold is not None, self.block_tokens, self.snapshot_tokens
+        )
 
 
 def uneven(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
