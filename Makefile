@@ -9,7 +9,7 @@ endif
 # What a test computes beside a stage must be equal to the last bit.
 PYTEST = $(BIN)/python scripts/like_a_stage.py -m pytest
 # Two at a time: most of them wait for a process of their own. ARGS="-n 0" runs them in turn.
-SIDE_BY_SIDE = -n 2
+SIDE_BY_SIDE = -n 2 --dist loadgroup
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # A Python that was upgraded away takes .venv with it. Before anything else, for make looks at a stamp

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from omlx import __version__, cache_commands
+from omlx import __version__, cache_commands, cluster_commands, node_commands
 from omlx.cluster.planner import gigabytes, parse_node, plan_shards
 from omlx.errors import BadSetting, OmlxError, Refused
 from omlx.node.library import Library, scan
@@ -36,6 +36,8 @@ app = typer.Typer(
     "~/.omlx/settings.json; the flag wins, then the variable, then the file.",
 )
 app.add_typer(cache_commands.app, name="cache")
+app.add_typer(cluster_commands.app, name="cluster")
+app.add_typer(node_commands.app, name="node")
 console = Console()
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 

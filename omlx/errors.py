@@ -16,6 +16,8 @@
     │   ├── OutOfStep          a frame of another step or another shape than the plan says
     │   ├── TooLate            a deadline passed
     │   └── StepFailed         some sequences cannot be computed; the stage itself is well
+    ├── SshFailed              another machine cannot be reached, recognised or entered over SSH
+    ├── RayFailed              Ray's processes, or the driver that speaks to them, do not start or answer
     ├── RequestFailed          one request could not be computed; others go on
     └── Closed                 we closed it ourselves
 
@@ -115,6 +117,25 @@ class StepFailed(StageLost):
     def __init__(self, message: str, seqs: tuple[SeqId, ...], stage: int | None = None) -> None:
         super().__init__(message, stage)
         self.seqs = seqs
+
+
+class SshFailed(OmlxError):
+    """Over SSH it goes no further. `what` names the step, `seen`, `wanted` and `fix` say the rest.
+
+    fingerprint: of the host key that the machine showed, where it came to that.
+    """
+
+    def __init__(self, what: str, seen: str, wanted: str, fix: str, fingerprint: str | None = None) -> None:
+        super().__init__(f"{what}: {seen}; {fix}")
+        self.what = what
+        self.seen = seen
+        self.wanted = wanted
+        self.fix = fix
+        self.fingerprint = fingerprint
+
+
+class RayFailed(OmlxError):
+    """Ray does not start, or does not do what it was asked to."""
 
 
 class RequestFailed(OmlxError):

@@ -133,7 +133,7 @@ def _cut(
     load: LayerSums, nodes: Sequence[NodeBudget], cuts: Sequence[int], context_tokens: int, sequences: int
 ) -> ShardPlan:
     stages = tuple(
-        _stage(load, node, Span(start, end), last=index == len(nodes) - 1)
+        stage_of(load, node, Span(start, end), last=index == len(nodes) - 1)
         for index, (node, start, end) in enumerate(zip(nodes, cuts, cuts[1:], strict=False))
     )
     return ShardPlan(stages, context_tokens, sequences)
@@ -176,7 +176,8 @@ def _refuse_nonsense(
             raise Refused(f"a plan for {what} = {count} makes no sense; it must be 1 or more")
 
 
-def _stage(load: LayerSums, node: NodeBudget, span: Span, *, last: bool) -> StagePlan:
+def stage_of(load: LayerSums, node: NodeBudget, span: Span, *, last: bool) -> StagePlan:
+    """What `span` takes of `node`; `last` where it ends with the model's last layer."""
     weights = load.weights[span.end] - load.weights[span.start] + load.ends(first=span.start == 0, last=last)
     kv = load.kv[span.end] - load.kv[span.start]
     used = load.span(span.start, span.end) + load.fixed(first=span.start == 0, last=last)

@@ -18,9 +18,12 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
+import structlog
 
 from omlx.errors import LinkLost, OutOfStep, StageLost, TooLate
 from omlx.ids import Epoch, PlanId
+from omlx.node.door import Door
+from omlx.node.tls import Security, hang_up, introduce, wrap
 from omlx.node.wire import (
     DTYPES,
     HELLO,
@@ -35,9 +38,9 @@ from omlx.node.wire import (
 )
 from omlx.node.wire import HEADER as HEADER_LAYOUT
 
-LOOK_UP_EVERY_S = 0.1
+log = structlog.get_logger()
+
 CONNECT_WITHIN_S = 10.0
-HELLO_WITHIN_S = 2.0
 DEPTH = 4
 """Hidden states that may lie on each side of a link: a slow neighbour pushes back, nothing piles up."""
 
@@ -101,50 +104,60 @@ class TcpLink:
     Bytes of a hidden state are copied once on the way in and not at all on the way out.
     """
 
-    def __init__(self, sock: socket.socket, deadline_s: float, *, reads: bool) -> None:
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
         self._sock = sock
         self._deadline_s = deadline_s
         self._out: Queue[tuple[bytes, memoryview] | None] = Queue(DEPTH)
         self._in: Queue[tuple[Header, bytearray] | StageLost] = Queue(DEPTH)
         self._lost: StageLost | None = None
-        self._thread = threading.Thread(
-            target=self._read if reads else self._write, name="link-in" if reads else "link-out", daemon=True
-        )
-        sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def connect(cls, address: tuple[str, int], begin: Begin) -> "TcpLink":
-        """The giving side. Shows the epoch and the secret first."""
+    def connect(
+        cls,
+        address: tuple[str, int],
+        begin: Begin,
+        security: Security | None = None,
+        peer: str | None = None,
+    ) -> "TcpLink":
+        """The giving side, to node `peer` (None: any of the cluster). Shows the epoch and the secret first.
+
+        The neighbour may be connecting itself before it looks at us, in a circle: so the handshake is the
+        thread's, and what it finds wrong is raised by `give`.
+        """
+        where = f"{address[0]}:{address[1]}"
         try:
-            sock = socket.create_connection(address, timeout=CONNECT_WITHIN_S)
-            hello = pack_header(HELLO, Tag(begin.epoch, PlanId(0), 0), len(begin.secret))
-            sock.sendall(hello + begin.secret)
+            plain = socket.create_connection(address, timeout=CONNECT_WITHIN_S)
+            sock = wrap(plain, security, server=False)
         except OSError as error:
-            raise LinkLost(f"cannot reach the next stage at {address[0]}:{address[1]}: {error}") from error
-        return cls(sock, begin.step_within_s, reads=False)._started()
+            raise LinkLost(f"cannot reach the next stage at {where}: {error}") from error
+        sock.settimeout(begin.join_within_s)
+        link = cls(sock, begin.step_within_s)
+        return link._started("link-out", lambda: link._write(begin, peer, where))
 
     @classmethod
-    def accept(cls, listener: socket.socket, begin: Begin, over: Callable[[], bool]) -> "TcpLink":
-        """The taking side. Whoever does not show this epoch and the secret is hung up on.
+    def accept(
+        cls,
+        listener: socket.socket,
+        begin: Begin,
+        over: Callable[[], bool],
+        security: Security | None = None,
+        peer: str | None = None,
+    ) -> "TcpLink":
+        """The taking side. Who does not show this epoch and the secret, or with `security` that it is
+        node `peer` (None: any of the cluster), is hung up on.
 
         Raises TooLate when nobody did before the deadline, or when `over` says that the epoch is.
         """
-        listener.settimeout(LOOK_UP_EVERY_S)
-        end = time.monotonic() + begin.join_within_s
-        while time.monotonic() < end and not over():
-            try:
-                sock, _ = listener.accept()
-            except TimeoutError:
-                continue
-            sock.settimeout(HELLO_WITHIN_S)
-            if _shown(sock, begin):
-                return cls(sock, begin.step_within_s, reads=True)._started()
-            sock.close()
-        raise TooLate("the stage before did not connect")
+        with Door(listener, security, peer, lambda sock, _: _shown(sock, begin)) as door:
+            sock = door.wait(time.monotonic() + begin.join_within_s, over)
+        if sock is None:
+            raise TooLate("the stage before did not connect")
+        link = cls(sock, begin.step_within_s)
+        return link._started("link-in", link._read)
 
-    def _started(self) -> "TcpLink":
-        self._thread.start()
+    def _started(self, name: str, work: Callable[[], None]) -> "TcpLink":
+        threading.Thread(target=work, name=name, daemon=True).start()
         return self
 
     def give(self, tag: Tag, hidden: mx.array) -> None:
@@ -161,6 +174,8 @@ class TcpLink:
             self._out.put((header, body), timeout=self._deadline_s)
         except Full:
             raise TooLate("the next stage takes nothing") from None
+        if self._lost is not None:  # while it waited for room
+            raise self._lost
 
     def ready(self) -> bool:
         return not self._in.empty()
@@ -177,53 +192,65 @@ class TcpLink:
         return _array(header, body)
 
     def close(self) -> None:
-        with suppress(OSError):  # the other side was faster
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        hang_up(self._sock)  # its thread closes it: until then the number must not be another file's
         self._lost = self._lost or LinkLost("this end was closed")
-        for queue in (self._in, self._out):
-            with suppress(Empty):  # a thread that waits for room there sees the closed socket next
-                while True:
-                    queue.get_nowait()
+        _drain(self._in)  # a thread that waits for room there sees the closed socket next
+        _drain(self._out)
         with suppress(Full):  # and one that waits for an item sees this
             self._in.put_nowait(self._lost)
         with suppress(Full):
             self._out.put_nowait(None)
 
-    def _write(self) -> None:
-        while (item := self._out.get()) is not None:
-            header, body = item
-            try:
+    def _write(self, begin: Begin, peer: str | None, where: str) -> None:
+        try:
+            introduce(self._sock, peer)
+            self._sock.settimeout(None)
+            hello = pack_header(HELLO, Tag(begin.epoch, PlanId(0), 0), len(begin.secret))
+            self._sock.sendall(hello + begin.secret)
+            while (item := self._out.get()) is not None:
+                header, body = item
                 if len(body) < 65536:
                     self._sock.sendall(header + body)
                 else:
                     self._sock.sendall(header)
                     self._sock.sendall(body)
-            except OSError as error:
-                self._lost = LinkLost(f"the next stage is gone: {error}")
-                return
+        except OSError as error:
+            self._lost = self._lost or LinkLost(f"the next stage is gone: {error}")
+        except LinkLost as lost:
+            if self._lost is None:
+                self._lost = LinkLost(f"the next stage at {where}: {lost}")
+                log.warning("link refused", address=where, why=str(lost))
+        finally:
+            self._sock.close()
+            _drain(self._out)  # who waits in `give` for room is told now, not at its deadline
 
     def _read(self) -> None:
+        self._sock.settimeout(None)
         try:
             while True:
                 self._in.put(read_frame(self._sock))
         except StageLost as lost:
             self._in.put(lost)
+        finally:
+            self._sock.close()
 
 
-def _shown(sock: socket.socket, begin: Begin) -> bool:
-    """Whether the one who connected showed the epoch and the secret."""
+def _drain(queue: Queue[Any]) -> None:
+    with suppress(Empty):
+        while True:
+            queue.get_nowait()
+
+
+def _shown(sock: socket.socket, begin: Begin) -> socket.socket | None:
+    """None unless the one who connected shows the epoch and the secret. Raises LinkLost, TooLate."""
     head = bytearray(HEADER_LAYOUT.size)
-    try:
-        read_exactly(sock, memoryview(head))
-        header = parse_header(head)
-        if header.kind != HELLO or header.tag.epoch != begin.epoch or header.length != len(begin.secret):
-            return False
-        shown = bytearray(header.length)
-        read_exactly(sock, memoryview(shown))
-    except StageLost:
-        return False
-    return hmac.compare_digest(bytes(shown), begin.secret)
+    read_exactly(sock, memoryview(head))
+    header = parse_header(head)
+    if header.kind != HELLO or header.tag.epoch != begin.epoch or header.length != len(begin.secret):
+        return None
+    shown = bytearray(header.length)
+    read_exactly(sock, memoryview(shown))
+    return sock if hmac.compare_digest(bytes(shown), begin.secret) else None
 
 
 def _array(header: Header, body: bytearray) -> mx.array:
