@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 MOST_PLANNED = 32768
 """Tokens of context that `omlx plan` counts with unless told otherwise."""
 
+OF_THE_CLUSTER = ("asyncssh", "cryptography", "ray", "zeroconf")
+"""Libraries that a single machine does without."""
+WITH_THEM = "pip install 'omlx-cluster[cluster]' (in a checkout: pip install -e '.[cluster]')"
+
 app = typer.Typer(
     name="omlx",
     no_args_is_help=True,
@@ -348,3 +352,8 @@ def run(spares: list["Spare"]) -> None:
     except OmlxError as error:
         errors.print(f"omlx: {error}", markup=False)
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in OF_THE_CLUSTER:
+            raise
+        errors.print(f"omlx: this needs {error.name}, which is not installed: {WITH_THEM}", markup=False)
+        sys.exit(2)

@@ -66,6 +66,23 @@ def test_a_wrong_flag_is_told_from_the_right_ones() -> None:
     assert "--port" in done.stderr
 
 
+@pytest.mark.parametrize("library", ["cryptography", "asyncssh", "zeroconf"])
+def test_a_library_of_the_cluster_that_is_missing_is_one_line(library: str, tmp_path: Path) -> None:
+    words = {"zeroconf": ["discover", "--seconds", "1"]}.get(library, ["join", "host.local"])
+    hidden = f"import sys; sys.modules[{library!r}] = None; sys.argv[1:] = {['cluster', *words]!r}"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{hidden}; from omlx.cli import main; main()"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert ran.returncode == 2, ran.stderr
+    assert library in ran.stderr and "omlx-cluster[cluster]" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_no_such_folder_no_models_and_a_file_instead_of_a_folder(tmp_path: Path) -> None:
     assert "nowhere" in refused("serve", tmp_path / "nowhere")
     assert "no models" in refused("serve", tmp_path)

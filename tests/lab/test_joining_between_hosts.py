@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("lab")
 
 @pytest.fixture(scope="module")
 def three(hosts: NewHosts) -> Fleet:
-    """The first has made a cluster, and the others let it in."""
+    """The first has made a cluster, and the others have joined it."""
     fleet = hosts(3, memory_gib=(64, 16, 128))
     first, *others = fleet.hosts
     made = cluster(first, "init")
@@ -28,6 +28,8 @@ def three(hosts: NewHosts) -> Fleet:
     key = (folder(first) / "authority" / "ssh_key.pub").read_text()
     for other in others:
         other.sshd.authorize(key)
+        (told,) = cluster(first, "join", other.ip, "--user", "root", "--fingerprint", fingerprint(other))
+        assert told["joined"] and told["node_id"] == member(other).node_id
     return fleet
 
 
@@ -55,9 +57,6 @@ def test_hosts_join_with_a_certificate_each_and_are_listed_until_they_leave(
     three: Fleet, tiny: Callable[[str], Path]
 ) -> None:
     first, second, third = three.hosts
-    for host in (second, third):
-        (told,) = cluster(first, "join", host.ip, "--user", "root", "--fingerprint", fingerprint(host))
-        assert told["joined"] and told["node_id"] == member(host).node_id
     assert len({member(host).node_id for host in three.hosts}) == 3
     assert len({member(host).cluster_id for host in three.hosts}) == 1
     nodes = cluster(first, "status")["nodes"]
