@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import psutil
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -174,10 +175,22 @@ def as_row(trust: "Trust", node: "Joined") -> dict[str, object]:
 
 
 def nodes_table(trust: "Trust", members: "Members") -> Table:
+    from omlx.cluster.members import now
+    from omlx.cluster.membership import open_member
+    from omlx.cluster.node_identity import chip
+
     table = Table(
         "node", "host", "chip", "memory", "round trip", "certificate", title=f"cluster {trust.cluster_id}"
     )
-    table.add_row(escape(socket.gethostname()), "this machine", "", "", "", "")
+    memory, days = int(psutil.virtual_memory().total), open_member(trust.folder).days_left(now())
+    table.add_row(
+        escape(socket.gethostname()),
+        "this machine",
+        escape(chip() or ""),
+        gigabytes(memory),
+        "",
+        f"{days} days",
+    )
     for node in members:
         row = as_row(trust, node)
         trip = row["round_trip_s"]

@@ -48,6 +48,7 @@ class LocalActor:
     writer: asyncio.StreamWriter
     process: "subprocess.Popen[bytes]"
     host: str = "127.0.0.1"
+    node: str | None = None
 
     @property
     def pid(self) -> int:
@@ -62,7 +63,7 @@ class LocalActor:
             await asyncio.to_thread(self.process.wait)
 
 
-async def place_local(index: int, command: tuple[str, ...] = STAGE) -> "StageProcess":
+async def place_local(index: int, command: tuple[str, ...] = STAGE) -> LocalActor:
     """Start stage `index` as a child of this process."""
     return await _take(start_child(command))
 

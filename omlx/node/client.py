@@ -69,6 +69,8 @@ class StageProcess(Protocol):
     writer: asyncio.StreamWriter
     host: str
     """Where its neighbours reach it."""
+    node: str | None
+    """The node id in the certificate that it shows its neighbours; None: their links are plain sockets."""
 
     @property
     def pid(self) -> int:

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from typing import NoReturn
@@ -31,6 +32,7 @@ from omlx.node.slicing import Cut
 from omlx.node.stage import Finished, Stage
 from omlx.node.step import StepPlan, StepResult
 from omlx.node.store import Store
+from omlx.node.tls import Security
 from omlx.node.wire import (
     Begin,
     Begun,
@@ -38,6 +40,7 @@ from omlx.node.wire import (
     Busy,
     CacheSpec,
     Catalogue,
+    Conversation,
     Done,
     Failed,
     Fetch,
@@ -64,13 +67,28 @@ INBOX = 1024
 """Control messages that may wait; the head has a few plans in flight for each stage."""
 TELL_BUSY_EVERY_S = 0.05
 """A fit needs samples, not each of them at once."""
+LOOK_FOR_HEAD_EVERY_S = 1.0
 
 
 class StageHost:
-    """Owns the control socket, the listener for the neighbour before, and the stage."""
+    """Owns the control socket, the listener for the neighbour before, and the stage.
 
-    def __init__(self, control: socket.socket, make_stage: MakeStage = Stage) -> None:
+    `security`: what it shows its neighbours and wants of them; None: plain sockets. `head_silent_s`: how
+    long a head on another machine may say nothing, which has pings to send; None: its end is always seen.
+    """
+
+    def __init__(
+        self,
+        control: Conversation,
+        make_stage: MakeStage = Stage,
+        security: Security | None = None,
+        head_silent_s: float | None = None,
+    ) -> None:
         self._control = control
+        self._security = security
+        self._head_silent_s = head_silent_s
+        self._heard: float | None = time.monotonic()
+        """When the head last said something; None while it owes no word, because the weights are read."""
         self._make_stage = make_stage
         self._sending = threading.Lock()
         self._inbox: Queue[ToStage] = Queue(INBOX)
@@ -88,6 +106,9 @@ class StageHost:
     def run(self) -> None:
         """Serve until the head says Leave or goes away."""
         threading.Thread(target=self._read, name="control-in", daemon=True).start()
+        if self._head_silent_s is not None:
+            args = (self._head_silent_s,)
+            threading.Thread(target=self._watch_head, args=args, name="head-watch", daemon=True).start()
         while True:
             try:
                 message = self._inbox.get(timeout=TELL_BUSY_EVERY_S if self._busy else None)
@@ -98,6 +119,7 @@ class StageHost:
             match message:
                 case Load():
                     self._load(message)
+                    self._heard = time.monotonic()
                 case Begin():
                     self._begin(message)
                 case Step(plan):
@@ -113,6 +135,7 @@ class StageHost:
         try:
             while True:
                 message = read_for_stage(self._control)
+                self._heard = None if isinstance(message, Load) else time.monotonic()
                 if isinstance(message, Ping):
                     self._send(self._pong(message.number))
                     continue
@@ -130,6 +153,14 @@ class StageHost:
             # The head is gone, and with it everybody whom an answer would reach. The compute thread
             # may be deep in a step or a hung group: only the process's end is certain.
             os._exit(0)
+
+    def _watch_head(self, silent_s: float) -> None:
+        """A cable pulled out ends no connection; without this, the weights would stay here for hours."""
+        while True:
+            time.sleep(LOOK_FOR_HEAD_EVERY_S)
+            if (heard := self._heard) is not None and time.monotonic() - heard > silent_s:
+                sys.stderr.write(f"stage: nothing came from the head for {silent_s:.0f} s\n")
+                os._exit(0)
 
     def _pong(self, number: int) -> Pong:
         return Pong(number, peak_rss_bytes())
@@ -197,12 +228,16 @@ class StageHost:
             return MxLink(group, before, stream, give_up), MxLink(group, behind, stream, give_up)
         # Connect first, into the neighbour's backlog: so nobody waits in a circle.
         assert self._listener is not None
-        sink = TcpLink.connect(begin.downstream, begin)
+        sink = TcpLink.connect(begin.downstream, begin, self._security, begin.behind)
         try:
-            return TcpLink.accept(self._listener, begin, lambda: self._newest > begin.epoch), sink
+            over = partial(self._is_over, begin.epoch)
+            return TcpLink.accept(self._listener, begin, over, self._security, begin.before), sink
         except StageLost:
             sink.close()
             raise
+
+    def _is_over(self, epoch: Epoch) -> bool:
+        return self._newest > epoch
 
     def _step(self, plan: StepPlan) -> None:
         """Carry out one plan; where no other one waits, down to its end."""

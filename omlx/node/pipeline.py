@@ -209,17 +209,25 @@ class Pipeline:
         secret = secrets.token_bytes(32)
         # A stage that lives may be deep in a step of the epoch before.
         join_within_s = self.spec.step_timeout_s + JOIN_WITHIN_S
-        behind = [*self.stages[1:], self.stages[0]]
 
-        def message(stage: StageClient, next_stage: StageClient) -> Begin:
+        def message(index: int) -> Begin:
+            behind = self.stages[(index + 1) % len(self.stages)]
             downstream = None
-            if next_stage is not stage and next_stage.loaded is not None:
-                downstream = (next_stage.process.host, next_stage.loaded.port)
-            return Begin(epoch, downstream, secret, join_within_s, self.spec.step_timeout_s)
+            if len(self.stages) > 1 and behind.loaded is not None:
+                downstream = (behind.process.host, behind.loaded.port)
+            return Begin(
+                epoch,
+                downstream,
+                secret,
+                join_within_s,
+                self.spec.step_timeout_s,
+                before=self.stages[index - 1].process.node,
+                behind=behind.process.node,
+            )
 
         await _all(
-            stage.begin(message(stage, after), join_within_s + JOIN_WITHIN_S)
-            for stage, after in zip(self.stages, behind, strict=True)
+            stage.begin(message(index), join_within_s + JOIN_WITHIN_S)
+            for index, stage in enumerate(self.stages)
         )
 
 

@@ -6,10 +6,9 @@ head. Nothing here is pickled, and every length is checked before a byte of it i
 """
 
 import asyncio
-import socket
 from dataclasses import dataclass
 from struct import Struct
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -106,6 +105,10 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """A neighbour may be deep in a step of the epoch before, so this is longer than a step."""
     step_within_s: float
     """How long a hidden state may be on its way."""
+    before: str | None = None
+    """The node whose stage connects, as its certificate says it; None where links are plain sockets."""
+    behind: str | None = None
+    """The node that is connected to."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -294,7 +297,19 @@ def control_frame(message: ToStage | ToHead) -> bytes:
 # ------------------------------------------------------------------ blocking side (stages)
 
 
-def read_exactly(sock: socket.socket, view: memoryview) -> None:
+class Readable(Protocol):
+    """A socket, or a Channel of two."""
+
+    def recv_into(self, view: memoryview, /) -> int: ...
+
+
+class Conversation(Readable, Protocol):
+    """Read by one thread, written to by others in turns."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+
+
+def read_exactly(sock: Readable, view: memoryview) -> None:
     """Fill `view`. Raises LinkLost at the end of the stream, TooLate at the socket's timeout."""
     while len(view):
         try:
@@ -308,7 +323,7 @@ def read_exactly(sock: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-def read_frame(sock: socket.socket) -> tuple[Header, bytearray]:
+def read_frame(sock: Readable) -> tuple[Header, bytearray]:
     head = bytearray(HEADER.size)
     read_exactly(sock, memoryview(head))
     header = parse_header(head)
@@ -317,7 +332,7 @@ def read_frame(sock: socket.socket) -> tuple[Header, bytearray]:
     return header, body
 
 
-def read_for_stage(sock: socket.socket) -> ToStage:
+def read_for_stage(sock: Readable) -> ToStage:
     """The next control message from the head. Raises LinkLost, OutOfStep."""
     _, body = read_frame(sock)
     try:
