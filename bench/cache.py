@@ -70,7 +70,7 @@ DECODE_ROUNDS = 3
 AT_ONCE = (1, 4)
 SHORT = 32
 """Tokens of a prompt."""
-DECODED, WARM_UP = 600, 40
+DECODED, WARM_UP = 300, 40
 """Tokens of an answer; of one in the round that is not counted."""
 SETTLE_S = 3.0
 """The last blocks are written before the other side's turn."""
