@@ -51,6 +51,8 @@ def gemma(cache: Path) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The long ones first: else one of two workers ends with them while the other has nothing left.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if sys.platform != "darwin":
         for item in items:
             if item.get_closest_marker("macos"):

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from omlx import commands
@@ -349,7 +350,7 @@ async def test_the_command_prints_one_json_line_a_scenario() -> None:
 
 
 async def test_the_command_prints_a_table_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(commands, "console", Console(width=120))  # else as wide as where the tests run
     async with serving(Script()) as url:
         result = await run_bench("--url", url, "--scenario", "c1,prefix", "--prompt-words", "9")
     assert result.exit_code == 0
