@@ -14,6 +14,7 @@ from rich.table import Table
 
 from omlx.cluster.findings import Finding, Report, to_json
 from omlx.cluster.known_hosts import KnownHosts, check_fingerprint
+from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def check(  # noqa: PLR0913 (one parameter a flag)
     user: User = None,
     port: SshPort = 22,
     model: Model = None,
-    folder: ClusterFolder = Path("~/.omlx/cluster"),
+    folder: ClusterFolder = CLUSTER_FOLDER,
     as_json: AsJson = False,
 ) -> None:
     """Look at other machines before they join the cluster. Changes nothing there.

@@ -4,7 +4,6 @@ import asyncio
 import json as json_text
 import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import psutil
@@ -26,6 +25,7 @@ from omlx.check_command import (
     show,
 )
 from omlx.cluster.planner import gigabytes
+from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.discover_command import discover
 from omlx.errors import SshFailed
 from omlx.observe import set_up_logging
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from omlx.cluster.members import Joined, Members
     from omlx.cluster.trust import Trust
 
-FOLDER = Path("~/.omlx/cluster")
 NodeWord = Annotated[str, typer.Argument(metavar="NODE", help="Its name, host, or the beginning of its id.")]
 
 app = typer.Typer(
@@ -50,7 +49,7 @@ app.command()(plan)
 
 
 @app.command()
-def init(folder: ClusterFolder = FOLDER, as_json: AsJson = False) -> None:
+def init(folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> None:
     """Make a cluster with this machine in it, and the keys that the others will trust."""
     from omlx.cluster.node_identity import node_id, own_addresses
     from omlx.cluster.trust import init_trust
@@ -81,7 +80,7 @@ def join(
     fingerprint: Fingerprint = None,
     user: User = None,
     port: SshPort = 22,
-    folder: ClusterFolder = FOLDER,
+    folder: ClusterFolder = CLUSTER_FOLDER,
     as_json: AsJson = False,
 ) -> None:
     """Check machines, and make those that pass nodes of the cluster.
@@ -122,7 +121,7 @@ def join(
 
 
 @app.command()
-def leave(node: NodeWord, folder: ClusterFolder = FOLDER, as_json: AsJson = False) -> None:
+def leave(node: NodeWord, folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> None:
     """Take a node's trust away, here and on every other node, and delete its keys on it."""
     from omlx.cluster.joining import leave as let_go
     from omlx.cluster.members import read_members
@@ -140,7 +139,7 @@ def leave(node: NodeWord, folder: ClusterFolder = FOLDER, as_json: AsJson = Fals
 
 
 @app.command()
-def status(folder: ClusterFolder = FOLDER, as_json: AsJson = False) -> None:
+def status(folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> None:
     """Show the nodes: what they are, how far away, and how long their certificates last."""
     from omlx.cluster.members import read_members
     from omlx.cluster.trust import open_trust

@@ -17,11 +17,11 @@ from rich.table import Table
 from omlx.cluster.node_identity import own_addresses, versions
 from omlx.cluster.nodes import Node, Versions, cluster_mark
 from omlx.cluster.planner import gigabytes
+from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.cluster.roster import Known, Roster, fold
 from omlx.errors import BadSetting, Refused
 from omlx.observe import set_up_logging
 
-CLUSTER_FOLDER = Path("~/.omlx/cluster")
 MOST_SHOWN = 4
 """Addresses in a cell."""
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from omlx.cluster.candidate import Candidate, budget_of, parse_candidate
 from omlx.cluster.machine import memory_ceiling_bytes
 from omlx.cluster.planner import NodeBudget, gigabytes
+from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.cluster.rates import LINKS, LinkRate, Links, rates_by_chip
 from omlx.errors import BadSetting
 from omlx.node.library import scan
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from omlx.cluster.choice import Choice, Explained
     from omlx.cluster.placement import Demand, Objective
 
-CLUSTER_FOLDER = Path("~/.omlx/cluster")
 MOST_PLANNED = 32768
 """Tokens of context that are counted with unless told otherwise."""
 SOURCES = {

@@ -15,7 +15,6 @@ from typing import Literal
 
 from omlx.errors import BadSetting
 
-DEFAULT_FILE = Path("~/.omlx/cluster/known_hosts")
 SSH_PORT = 22
 OTHERS_MAY_WRITE = 0o022
 LARGEST_BYTES = 1 << 20

@@ -14,6 +14,8 @@ import msgspec
 from omlx.errors import BadSetting
 from omlx.node.tls import check_private
 
+CLUSTER_FOLDER = Path("~/.omlx/cluster")
+"""Of this machine, whether it made the cluster or joined it."""
 LOCK_WITHIN_S = 5.0
 LOOK_AGAIN_S = 0.02
 

@@ -49,7 +49,6 @@ from omlx.cluster.private_files import (
 from omlx.errors import BadSetting
 from omlx.node.tls import AUTHORITY
 
-DEFAULT_FOLDER = Path("~/.omlx/cluster")
 NODE_FOR = timedelta(days=365)
 KEPT_AFTER_END = timedelta(days=30)
 """A certificate that ran out so long ago leaves the ledger, and the revocation list with it."""

@@ -163,7 +163,7 @@ class Rows:
 
 
 def _pick(cache: Any, places: list[int]) -> Any:
-    """The rows of one layer's batch cache at `places`, and none of its arrays but those it shares."""
+    """The rows of one layer's batch cache at `places`, as a cache of their own."""
     if len(places) == 1:
         return cache.extract(places[0])
     picked = copy(cache)
