@@ -17,8 +17,8 @@ NAMES = (
     "mixed_lengths",
     "cache",
 )
-ON_REQUEST = ("peers", "performance", "cache_soak", "fast_gpu")
-"""They take long, need PyPI, write the documentation's figures, or need a GPU."""
+ON_REQUEST = ("peers", "performance", "cache_soak", "fast_gpu", "cluster")
+"""They take long, need PyPI, write the documentation's figures, need a GPU, or root for the lab."""
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -56,8 +56,8 @@ LEARN_S, WATCH_S = 6.0, 15.0
 async def emulated(whole: Cost, shares: Sequence[float]) -> AsyncIterator[Engine]:
     """An engine whose stages have these shares of a model that costs `whole`."""
 
-    async def place(index: int) -> StageProcess:
-        return await place_local(index, whole.part(shares[index]).command)
+    async def place(index: int, node: str) -> StageProcess:
+        return await place_local(index, node, whole.part(shares[index]).command)
 
     async with running_engine(narrow_llama(MODEL, NARROW), len(shares), place) as engine:
         yield engine

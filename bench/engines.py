@@ -20,6 +20,7 @@ from omlx.ids import ModelId
 from omlx.node.client import Placement, StageProcess
 from omlx.node.engine import Engine
 from omlx.node.hold import Hold
+from omlx.node.layout import here
 from omlx.node.limits import Limits
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
@@ -89,10 +90,10 @@ def shards(folder: Path, stages: int) -> ShardPlan:
     return plan_work(read_manifest(folder), nodes, context_tokens=CONTEXT_TOKENS, sequences=1)
 
 
-async def place_on_a_core(index: int) -> StageProcess:
+async def place_on_a_core(index: int, node: str) -> StageProcess:
     """Stage i has core i to itself, its threads and all, so that one core is compared with two."""
     core = sorted(os.sched_getaffinity(0))[index]
-    return await place_local(index, ("taskset", "--cpu-list", str(core), *STAGE))
+    return await place_local(index, node, ("taskset", "--cpu-list", str(core), *STAGE))
 
 
 def new_pipeline(
@@ -102,7 +103,7 @@ def new_pipeline(
     spans: list[tuple[int, int | None]] = [(span.start, span.end) for span in shards(folder, stages).spans]
     spec = PipelineSpec(
         folder,
-        ((0, None),) if stages == 1 else tuple(spans),
+        here([(0, None)] if stages == 1 else spans),
         load_timeout_s=WITHIN_S,
         step_timeout_s=WITHIN_S,
         cache=kept.spec(folder) if kept is not None else None,

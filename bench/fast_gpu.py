@@ -25,6 +25,7 @@ from bench.record import Spread, tell
 from omlx.cluster.local_actor import compute_environment, place_local
 from omlx.ids import ModelId
 from omlx.node.engine import Engine
+from omlx.node.layout import here
 from omlx.node.limits import Limits
 from omlx.node.pipeline import Pipeline, PipelineSpec
 from omlx.node.scheduler import Scheduler
@@ -155,7 +156,7 @@ async def both(folder: Path) -> AsyncIterator[tuple[Engine, asyncio.subprocess.P
     await process.stdout.readline()
     limits = Limits(places=64, queue=64, stages=1, step_tokens=512, slowdown=2.7, capacity_tokens=10**6)
     # The bare process needs its part.
-    spec = PipelineSpec(folder, ((0, None),), load_timeout_s=300, step_timeout_s=120, memory_shares=(0.4,))
+    spec = PipelineSpec(folder, here([(0, None)], 0.4), load_timeout_s=300, step_timeout_s=120)
     engine = Engine(ModelId("qwen3-8b-shape"), Scheduler(limits), Pipeline(spec, place_local))
     await engine.open(lambda done, total: None)
     try:

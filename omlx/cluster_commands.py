@@ -1,4 +1,4 @@
-"""`omlx cluster ...`: make a cluster, look for machines, let them join and leave, plan a model over them."""
+"""`omlx cluster ...`: make a cluster, let machines join and leave; the other commands are gathered here."""
 
 import asyncio
 import json as json_text
@@ -6,11 +6,9 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from omlx.check_command import (
     AsJson,
@@ -26,14 +24,17 @@ from omlx.check_command import (
 )
 from omlx.cluster.planner import gigabytes
 from omlx.cluster.private_files import CLUSTER_FOLDER
+from omlx.control_commands import Json, ServerPort, activate, deactivate, reach, rebalance
 from omlx.discover_command import discover
-from omlx.errors import SshFailed
+from omlx.doctor_command import doctor
+from omlx.errors import OmlxError, Refused, SshFailed
 from omlx.observe import set_up_logging
 from omlx.plan_command import plan
+from omlx.status_command import status
 
 if TYPE_CHECKING:
-    from omlx.cluster.members import Joined, Members
-    from omlx.cluster.trust import Trust
+    from omlx.cluster.members import Joined
+    from omlx.control_client import ControlClient
 
 NodeWord = Annotated[str, typer.Argument(metavar="NODE", help="Its name, host, or the beginning of its id.")]
 
@@ -46,11 +47,19 @@ errors = Console(stderr=True, soft_wrap=True, highlight=False)
 app.command()(discover)
 app.command()(check)
 app.command()(plan)
+app.command()(status)
+app.command()(rebalance)
+app.command()(activate)
+app.command()(deactivate)
+app.command()(doctor)
 
 
 @app.command()
 def init(folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> None:
-    """Make a cluster with this machine in it, and the keys that the others will trust."""
+    """Make a cluster with this machine in it, and the keys that the others will trust.
+
+    Example: omlx cluster init
+    """
     from omlx.cluster.node_identity import node_id, own_addresses
     from omlx.cluster.trust import init_trust
 
@@ -86,6 +95,8 @@ def join(
     """Check machines, and make those that pass nodes of the cluster.
 
     Each gets a certificate over SSH. Exit code 1 if one of them did not join; the others did.
+
+    Example: omlx cluster join studio.local mini.local
     """
     from omlx.cluster.joining import join as take_in
     from omlx.cluster.trust import open_trust
@@ -121,84 +132,56 @@ def join(
 
 
 @app.command()
-def leave(node: NodeWord, folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> None:
-    """Take a node's trust away, here and on every other node, and delete its keys on it."""
+def leave(
+    node: NodeWord,
+    at_once: Annotated[
+        bool, typer.Option("--now", help="Go on even where the server cannot take its work away first.")
+    ] = False,
+    folder: ClusterFolder = CLUSTER_FOLDER,
+    port: ServerPort = None,
+    as_json: Json = False,
+) -> None:
+    """Take a node's trust away, here and on every other node, and delete its keys on it.
+
+    A running server moves its layers to other nodes first, while requests go on.
+
+    Example: omlx cluster leave mini
+    """
     from omlx.cluster.joining import leave as let_go
     from omlx.cluster.members import read_members
     from omlx.cluster.trust import open_trust
 
     set_up_logging("warning")
     trust = open_trust(folder)
-    left = asyncio.run(let_go(trust, read_members(folder).find(node)))
+    gone = read_members(folder).find(node)
+    with reach(port) as server:
+        drained = drain(server, gone, at_once)
+    if drained and not as_json:
+        console.print(f"{escape(gone.name)} holds no layers any more: the server took them to other nodes")
+    left = asyncio.run(let_go(trust, gone))
     if as_json:
-        print(json_text.dumps({"node_id": left.node.id, "name": left.node.name, "unreached": left.unreached}))
+        told = {"node_id": gone.id, "name": gone.name, "drained": drained, "unreached": left.unreached}
+        print(json_text.dumps(told))
         return
-    console.print(f"{escape(left.node.name)} is no node of this cluster any more")
+    console.print(f"{escape(gone.name)} is no node of this cluster any more")
     for name, why in left.unreached.items():
         errors.print(f"{name} was not told: {why}", markup=False, style="yellow")
 
 
-@app.command()
-def status(folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> None:
-    """Show the nodes: what they are, how far away, and how long their certificates last."""
-    from omlx.cluster.members import read_members
-    from omlx.cluster.trust import open_trust
+def drain(server: "ControlClient", node: "Joined", at_once: bool) -> bool:
+    """Whether a running server had the node in use, and has it no more.
 
-    trust = open_trust(folder)
-    members = read_members(folder)
-    if as_json:
-        print(
-            json_text.dumps(
-                {"cluster_id": trust.cluster_id, "nodes": [as_row(trust, one) for one in members]}, indent=2
-            )
-        )
-        return
-    console.print(nodes_table(trust, members))
-
-
-def as_row(trust: "Trust", node: "Joined") -> dict[str, object]:
-    """Plain values."""
-    from omlx.cluster.members import now
-
-    issued = trust.ledger().newest(node.id)
-    return {
-        "id": node.id,
-        "name": node.name,
-        "host": node.host,
-        "chip": node.chip,
-        "memory_bytes": node.memory_bytes,
-        "addresses": list(node.addresses),
-        "round_trip_s": 2 * node.fastest_link[0] if node.fastest_link else None,
-        "certificate_days": (issued.until - now()).days if issued else None,
-    }
-
-
-def nodes_table(trust: "Trust", members: "Members") -> Table:
-    from omlx.cluster.members import now
-    from omlx.cluster.membership import open_member
-    from omlx.cluster.node_identity import chip
-
-    table = Table(
-        "node", "host", "chip", "memory", "round trip", "certificate", title=f"cluster {trust.cluster_id}"
-    )
-    memory, days = int(psutil.virtual_memory().total), open_member(trust.folder).days_left(now())
-    table.add_row(
-        escape(socket.gethostname()),
-        "this machine",
-        escape(chip() or ""),
-        gigabytes(memory),
-        "",
-        f"{days} days",
-    )
-    for node in members:
-        row = as_row(trust, node)
-        trip = row["round_trip_s"]
-        table.add_row(
-            escape(node.name),
-            escape(f"{node.user}@{node.host}"),
-            escape(node.chip),
-            gigabytes(node.memory_bytes),
-            f"{float(trip) * 1e3:.2f} ms" if isinstance(trip, float) else "not measured",
-            f"{row['certificate_days']} days" if row["certificate_days"] is not None else "none",
-        )
-    return table
+    Raises Refused where that cannot be, unless it leaves `at_once`: then it is said and False.
+    """
+    look = server.look()
+    if not look.heard or (look.map is not None and look.map.node(node.id) is None):
+        return False
+    try:
+        with errors.status(f"{escape(node.name)}: the server takes its layers to other nodes"):
+            server.drain(node.id)
+    except OmlxError as error:
+        if not at_once:
+            raise Refused(f"{node.name} stays: {error}; --now lets it go all the same") from error
+        errors.print(f"{node.name} was not drained: {error}", markup=False, style="yellow")
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -56,10 +56,33 @@ LogLevel = Annotated[
 ]
 Port = Annotated[int | None, typer.Option(help="Port to listen on \\[default: 8000].")]
 Stages = Annotated[int | None, typer.Option(help="Stage processes per model on this machine \\[default: 1].")]
+Cluster = Annotated[
+    bool | None,
+    typer.Option(
+        "--cluster/--no-cluster", help="Use the machines that joined this one's cluster \\[default: yes]."
+    ),
+]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node",
+        "--nodes",
+        metavar="NAME=WHAT",
+        help="What a machine of the cluster gives: headless (0.9 of its memory), workstation (0.65), 50%, or "
+        "12GB; once for each \\[default: workstation].",
+    ),
+]
+Objective = Annotated[
+    Literal["single", "throughput"] | None,
+    typer.Option(help="What a plan over several machines is best for \\[default: single]."),
+]
 Link = Annotated[
     Literal["tcp", "ring", "jaccl"] | None,
     typer.Option(help="How stages hand on hidden states \\[default: tcp]."),
 ]
+Running = Annotated[int | None, typer.Option(help="Requests that run at once, per model \\[default: 8].")]
+Waiting = Annotated[int | None, typer.Option(help="Requests that may wait; more get a 503 \\[default: 64].")]
+StepTokens = Annotated[int | None, typer.Option(help="Prompt tokens computed in one step \\[default: 512].")]
 Slowdown = Annotated[
     float | None,
     typer.Option(help="While prompts are read, answers' tokens come at most this many times slower."),
@@ -92,6 +115,15 @@ ColdCacheSize = Annotated[
 ]
 
 
+def parse_gifts(given: Sequence[str]) -> dict[str, str]:
+    """NAME=WHAT of --node. Raises BadSetting; whether WHAT is something is seen where it is used."""
+    pairs = [text.partition("=") for text in given]
+    for (name, equals, what), text in zip(pairs, given, strict=True):
+        if not (name and equals and what):
+            raise BadSetting(f"--node {text!r} must read NAME=WHAT, such as studio=headless or mini=12GB")
+    return {name: what for name, _, what in pairs}
+
+
 def version(wanted: bool) -> None:
     if wanted:
         console.print(f"omlx {__version__}", highlight=False)
@@ -114,15 +146,9 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
     host: Annotated[str | None, typer.Option(help="Address to listen on \\[default: 127.0.0.1].")] = None,
     port: Port = None,
     stages: Stages = None,
-    max_concurrent_requests: Annotated[
-        int | None, typer.Option(help="Requests that run at once, per model \\[default: 8].")
-    ] = None,
-    max_queued_requests: Annotated[
-        int | None, typer.Option(help="Requests that may wait; more get a 503 \\[default: 64].")
-    ] = None,
-    step_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens computed in one step \\[default: 512].")
-    ] = None,
+    max_concurrent_requests: Running = None,
+    max_queued_requests: Waiting = None,
+    step_tokens: StepTokens = None,
     slowdown: Slowdown = None,
     context_tokens: Annotated[
         int | None, typer.Option(help="Longest prompt and answer \\[default: the model's own].")
@@ -133,6 +159,9 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
     paged_ssd_cache_dir: CacheFolder = None,
     paged_ssd_cache_max_size: ColdCacheSize = None,
     link: Link = None,
+    cluster: Cluster = None,
+    node: Nodes = None,
+    objective: Objective = None,
     trace: Trace = None,
     api_key: Annotated[
         str | None, typer.Option(help="Ask every client for this key; needed to listen beyond this machine.")
@@ -143,7 +172,9 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
 
     A single model is loaded at once; of several, each is loaded when it is first asked for.
 
-    Example: omlx serve ~/models/Qwen3-8B-4bit --stages 2
+    Where machines have joined this one's cluster, a plan says which of them run what.
+
+    Example: omlx serve ~/models/Qwen3-8B-4bit
     """
     settings = load_settings(
         models=model_dir,
@@ -161,6 +192,9 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
         paged_ssd_cache_dir=paged_ssd_cache_dir,
         paged_ssd_cache_max_size=paged_ssd_cache_max_size,
         link=link,
+        cluster=cluster,
+        nodes=parse_gifts(node or ()) or None,
+        objective=objective,
         trace=trace,
         api_key=api_key,
         log_level=log_level,
@@ -181,7 +215,9 @@ def demo(
 
     with LoadBars(errors) as bars:
         folder = build(demo_model(), default_cache(), bars.tell)
-    settings = load_settings(models=folder, host="127.0.0.1", port=port, stages=stages, log_level="warning")
+    settings = load_settings(
+        models=folder, host="127.0.0.1", port=port, stages=stages, log_level="warning", cluster=False
+    )
 
     async def question(server: "Server") -> None:
         await ask(f"http://{settings.host}:{settings.port}/v1", folder.name, console)

@@ -11,6 +11,7 @@
     │       └── PromptTooLong  more tokens than the model's context holds
     ├── Full                   try later: the queue is full
     ├── ModelFailed            the model's stages died too often; others go on
+    │   └── NodesAway          the machines that are left cannot hold it; it comes back with them
     ├── StageLost              inside a pipeline: ends the epoch, never reaches a client
     │   ├── LinkLost           the neighbour's end of a link is gone
     │   ├── OutOfStep          a frame of another step or another shape than the plan says
@@ -89,6 +90,10 @@ class Full(OmlxError):
 
 class ModelFailed(OmlxError):
     """A model whose stages died too often within a minute."""
+
+
+class NodesAway(ModelFailed):
+    """A model that waits for a machine to come back."""
 
 
 class StageLost(OmlxError):

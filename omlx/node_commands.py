@@ -46,7 +46,9 @@ Json = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 @app.command()
 def run(address: Addresses = None, ssh_port: SshPort = 22, json: Json = False) -> None:
-    """Announce this machine until Ctrl-C or SIGTERM. Opens no port and lets nobody in.
+    """Announce this machine, and run its part of the cluster, until Ctrl-C.
+
+    A machine in no cluster opens no port. A member runs Ray, which listens: with mutual TLS and a token.
 
     Example: omlx node run --address 10.0.0.2
     """

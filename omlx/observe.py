@@ -1,9 +1,24 @@
 """Logs: structlog, one line an event, to standard error."""
 
+import asyncio
 import logging
 import sys
+from typing import TypeVar
 
 import structlog
+
+T = TypeVar("T")
+
+
+def watched(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    """A task that is to run until it is cancelled: it does not end without a word."""
+    task.add_done_callback(_tell_end)
+    return task
+
+
+def _tell_end(task: asyncio.Task[T]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        structlog.get_logger().error("a task ended that should not", task=task.get_name(), exc_info=error)
 
 
 def _rendering(interactive: bool) -> tuple[structlog.typing.Processor, ...]:

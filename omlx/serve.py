@@ -8,15 +8,19 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import psutil
 
+from omlx.cluster.control import Levers
 from omlx.cluster.coordinator import Coordinator, LoadProgress
 from omlx.cluster.keeping import keeping
 from omlx.cluster.local_actor import Spare, discard_all, place_from
+from omlx.cluster.local_site import LocalSite
 from omlx.cluster.machine import memory_available_bytes, memory_ceiling_bytes
+from omlx.cluster.members import read_members
+from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.errors import BadModel, BadSetting
 from omlx.node.client import Placement
 from omlx.node.library import Library, scan
@@ -98,14 +102,37 @@ def find_models(settings: Settings) -> Library:
 @asynccontextmanager
 async def running(
     settings: Settings, library: Library, place: Placement, progress: LoadProgress
-) -> AsyncIterator[Coordinator]:
-    """A coordinator for `library`, closed in the end. Raises BadSetting for a cache folder of no use."""
-    with keeping(settings, memory_ceiling_bytes()) as kept:
-        coordinator = Coordinator(library, settings, place, kept, memory_available_bytes, progress)
-        try:
-            yield coordinator
-        finally:
-            await coordinator.close()
+) -> AsyncIterator[Levers]:
+    """A coordinator for `library` with its levers, closed in the end. `place` starts stages where this
+    machine is alone.
+
+    Raises BadSetting for a cache folder of no use, and what opening a cluster raises.
+    """
+    async with AsyncExitStack() as stack:
+        kept = stack.enter_context(keeping(settings, memory_ceiling_bytes()))
+        if not has_nodes(settings):
+            alone = LocalSite(settings, kept, memory_available_bytes, place)
+            coordinator = Coordinator(library, settings, alone, kept, progress)
+            stack.push_async_callback(coordinator.close)
+            yield Levers(coordinator, alone)
+            return
+        # Imported where there is a cluster: its libraries need not be installed elsewhere.
+        from omlx.cluster.cluster_site import open_cluster_site
+        from omlx.cluster.reconcile import reconciling
+
+        site = await stack.enter_async_context(open_cluster_site(settings, kept))
+        coordinator = Coordinator(library, settings, site, kept, progress)
+        stack.push_async_callback(coordinator.close)
+        reconciler = await stack.enter_async_context(reconciling(coordinator, site))
+        yield Levers(coordinator, site, reconciler, site.rays.trust.cluster_id)
+
+
+def has_nodes(settings: Settings) -> bool:
+    """Whether this machine made a cluster, and others joined it."""
+    made = (CLUSTER_FOLDER / "authority").expanduser().exists()
+    if not (settings.cluster and settings.stages == 1 and made):
+        return False
+    return len(read_members(CLUSTER_FOLDER).joined) > 0
 
 
 async def serve(
@@ -124,9 +151,9 @@ async def serve(
     sys.setswitchinterval(SWITCH_S)
     library = await asyncio.to_thread(find_models, settings)
     with bind(settings.host, settings.port) as sock:
-        async with running(settings, library, place_from(spares), progress) as coordinator:
+        async with running(settings, library, place_from(spares), progress) as levers:
             _, server = await asyncio.gather(
-                _load_only_model(coordinator), asyncio.to_thread(_server, settings, coordinator)
+                _load_only_model(levers.coordinator), asyncio.to_thread(_server, settings, levers)
             )
             discard_all(spares)
             company = asyncio.create_task(_company(server, beside(server, library)), name="beside")
@@ -145,11 +172,11 @@ async def _load_only_model(coordinator: Coordinator) -> None:
         await coordinator.chat_model(cards[0].id)
 
 
-def _server(settings: Settings, coordinator: Coordinator) -> "Server":
+def _server(settings: Settings, levers: Levers) -> "Server":
     # Imported here, for that takes as long as the stages need for a good part of the weights.
     from omlx.web import make_server
 
-    return make_server(settings, coordinator, own_names(settings))
+    return make_server(settings, levers, own_names(settings))
 
 
 async def _company(server: "Server", work: Awaitable[None]) -> None:

@@ -47,6 +47,15 @@ class Settings(BaseSettings):
 
     stages: int = Field(default=1, ge=1, le=64)
     """Stage processes per model on this machine."""
+    cluster: bool = True
+    """Whether models may run on the machines that joined this one's cluster too."""
+    nodes: dict[str, str] = {}
+    """What a machine of the cluster gives, by its name: `headless` (0.9 of its memory), `workstation` (0.65,
+    as without a word), a share such as 50%, or a size such as 12GB."""
+    objective: Literal["single", "throughput"] = "single"
+    """What a plan over several machines is best for: one stream, or many at once."""
+    ray_port: int = Field(default=6399, ge=1024, le=65535)
+    """Of Ray's head, for the machines of the cluster alone."""
     link: Literal["tcp", "ring", "jaccl"] = "tcp"
     """How hidden states travel: our framed sockets, or mx.distributed's ring or JACCL."""
     max_concurrent_requests: int = Field(default=8, ge=1, le=1024)

@@ -19,7 +19,10 @@ MOST_ADR_LINES = 40
 
 
 def flags(command: str) -> set[str]:
-    return {option for parameter in COMMANDS[command].params for option in parameter.opts}
+    """Its own, and those of the commands below it."""
+    found = COMMANDS[command]
+    below = getattr(found, "commands", {}).values()
+    return {option for one in (found, *below) for parameter in one.params for option in parameter.opts}
 
 
 def rows() -> dict[str, tuple[str, str]]:

@@ -6,12 +6,14 @@ from starlette.middleware import Middleware
 from omlx.api import errors, health, metrics
 from omlx.api.auth import Auth
 from omlx.api.body import BodyGate
+from omlx.api.control import Control
+from omlx.api.control import router as control_router
 from omlx.api.door import Door, RequestId
 from omlx.api.models import Models
 from omlx.api.openai import routes as openai
 
 
-def create_app(
+def create_app(  # noqa: PLR0913 (what a server is made of)
     models: Models,
     *,
     api_key: str | None,
@@ -19,10 +21,13 @@ def create_app(
     max_body_bytes: int,
     keepalive_s: float,
     body_timeout_s: float = 60.0,
+    control: Control | None = None,
 ) -> FastAPI:
     """Everything that is served, over `models`; it opens nothing and closes nothing.
 
-    `allowed_hosts` are names beyond this machine's loopback names and the address a client came to.
+    `allowed_hosts` are names beyond this machine's loopback names and the address a client came to,
+    `control` carries out what is asked at /omlx/v1; without it there are no such routes.
+
     A request passes the middleware from top to bottom, so that nothing is read of an unknown caller's
     body. There are no CORS headers and no documentation pages that would fetch scripts.
     """
@@ -43,4 +48,6 @@ def create_app(
     app.include_router(health.router(models))
     app.include_router(metrics.router(models))
     app.include_router(openai.router(models, keepalive_s=keepalive_s))
+    if control is not None:
+        app.include_router(control_router(models, control))
     return app

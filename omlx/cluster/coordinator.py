@@ -4,6 +4,8 @@ A model is always served by Engine -> Pipeline -> stages; one stage on this mach
 """
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +14,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from omlx.cluster.capacity import capacity_tokens
 from omlx.cluster.keeping import Keeping
 from omlx.cluster.local_actor import free_ring
-from omlx.cluster.planner import NodeBudget, ShardPlan, StagePlan, plan_work
-from omlx.errors import BadModel, BadSetting, Closed, DoesNotFit
+from omlx.cluster.site import Need, Site
+from omlx.errors import BadModel, BadSetting, Closed
 from omlx.ids import ModelId
-from omlx.node.client import Placement
 from omlx.node.engine import Engine
 from omlx.node.health import ModelCard, ModelHealth
-from omlx.node.hold import Hold
+from omlx.node.layout import Layout
 from omlx.node.library import Library
 from omlx.node.limits import Limits
 from omlx.node.manifest import ModelManifest, read_manifest
@@ -40,8 +40,8 @@ log = structlog.get_logger()
 
 DEFAULT_CONTEXT_TOKENS = 32768
 """For configs that name no limit."""
-LEAST_CONTEXT_TOKENS = 4096
-"""A model is refused where its weights leave less room than one sequence of this (or its own) length."""
+
+LOOK_EVERY_S = 0.05
 
 LoadProgress = Callable[[ModelId, int, int], None]
 """(model, bytes read, bytes in all)"""
@@ -53,35 +53,39 @@ class Served:
 
     engine: Engine
     chat: "ChatModel"
-    bytes: int
-    """Weights, and keys and values of one sequence, by the manifest's arithmetic."""
+    manifest: ModelManifest
+
+    def bytes(self) -> dict[str, int]:
+        """Weights, keys and values of one sequence, and what is kept in RAM, by node."""
+        layout, taken = self.engine.layout, Counter[str]()
+        for part, hot in zip(layout.parts, layout.hot_bytes, strict=True):
+            taken[part.node] += part.bytes + hot
+        return dict(taken)
 
 
 class Coordinator:
     """One per server.
 
-    `keeping` knows what all models together may take, `available_bytes` what is free now. Loads go one
-    after the other: each is planned with the memory that the one before has left.
+    `site` knows the machines. Loads go one after the other: each is planned with the memory that the one
+    before has left.
     """
 
     def __init__(
         self,
         library: Library,
         settings: Settings,
-        place: Placement,
+        site: Site,
         keeping: Keeping,
-        available_bytes: Callable[[], int],
         progress: LoadProgress = lambda model, done, total: None,
     ) -> None:
         self._settings = settings
         self._keeping = keeping
-        self._place = place
-        self._ceiling_bytes = keeping.ceiling_bytes
-        self._available_bytes = available_bytes
+        self._site = site
         self._progress = progress
         self._closed = False
         self._loading = asyncio.Lock()
         self._loads: dict[ModelId, asyncio.Task[Served]] = {}
+        self._unloads: dict[ModelId, asyncio.Task[None]] = {}
         self._entries = {entry.id: entry for entry in library.entries if entry.problem is None}
         self._library = library
         self._context = {id: _context(entry.folder, settings) for id, entry in self._entries.items()}
@@ -94,12 +98,16 @@ class Coordinator:
             for id, entry in self._entries.items()
         )
 
+    def layers(self, id: ModelId) -> int:
+        """Of the model, by its config."""
+        return read_config(self._entries[id].folder).num_layers
+
     def health(self) -> tuple[ModelHealth, ...]:
         return tuple(self._health(id) for id in self._entries)
 
     def figures(self) -> dict[str, ModelFigures]:
         """Of the loaded models, by id."""
-        return {served.engine.model: served.engine.figures() for served in self._loaded()}
+        return {served.engine.model: served.engine.figures() for served in self.loaded()}
 
     async def chat_model(self, model_id: ModelId) -> "ChatModel":
         """Loads it on first use; everybody who asks meanwhile waits for the same load.
@@ -110,6 +118,8 @@ class Coordinator:
         entry = self._library.find(model_id)
         if entry.problem is not None:
             raise BadModel(entry.problem)
+        if (unloading := self._unloads.get(entry.id)) is not None:
+            await asyncio.shield(unloading)
         if self._closed:
             raise Closed("the server is shutting down")
         load = self._loads.get(entry.id)
@@ -118,9 +128,38 @@ class Coordinator:
             self._loads[entry.id] = load
         return (await asyncio.shield(load)).chat
 
+    async def unload(self, model_id: ModelId, within_s: float) -> None:
+        """Let what runs end within so many seconds, then end its stages; who asks for it meanwhile waits, and
+        has it loaded again. Nothing where it is not loaded. Raises ModelNotFound."""
+        id = self._library.find(model_id).id
+        if id not in self._unloads:
+            self._unloads[id] = asyncio.create_task(self._unload(id, within_s), name=f"unload-{id}")
+            self._unloads[id].add_done_callback(lambda _: self._unloads.pop(id))
+        await asyncio.shield(self._unloads[id])
+
+    async def _unload(self, id: ModelId, within_s: float) -> None:
+        load = self._loads.get(id)
+        if load is None:
+            return
+        if not load.done():
+            load.cancel()
+        done = (await asyncio.gather(load, return_exceptions=True))[0]
+        if isinstance(done, Served):
+            end = time.monotonic() + within_s
+            while done.engine.busy:
+                if time.monotonic() > end:
+                    break
+                await asyncio.sleep(LOOK_EVERY_S)
+            await done.engine.close()
+        self._loads.pop(id, None)
+
     async def close(self) -> None:
         """End every stream, every load and every stage; nothing runs afterwards."""
         self._closed = True
+        unloads = list(self._unloads.values())
+        for unload in unloads:
+            unload.cancel()
+        await asyncio.gather(*unloads, return_exceptions=True)
         loads, self._loads = self._loads, {}
         for load in loads.values():
             if not load.done():
@@ -138,7 +177,11 @@ class Coordinator:
             return ModelHealth(id, "failed", 0, 0, None)
         return load.result().engine.health()
 
-    def _loaded(self) -> list[Served]:
+    def need(self, served: Served) -> Need:
+        """What a loaded model asks of the machines now."""
+        return self._need(served.engine.model, served.manifest)
+
+    def loaded(self) -> list[Served]:
         return [
             load.result()
             for load in self._loads.values()
@@ -153,12 +196,10 @@ class Coordinator:
         manifest = await asyncio.to_thread(read_manifest, folder, self._settings.kv_bits)
         for warning in manifest.warnings:
             log.warning("model folder", model=id, what=warning)
-        plan, hot_bytes = self._plan(id, manifest)
+        layout = await self._site.layout(self._need(id, manifest))
         cache = await asyncio.to_thread(self._keeping.identify, id, folder)
-        capacity = capacity_tokens(manifest, plan, self._settings.max_concurrent_requests)
-        context = min(self._context[id], capacity)
-        hold = self._keeping.hold(plan, hot_bytes)
-        engine = self._engine(id, folder, plan, capacity, cache, hold)
+        context = min(self._context[id], layout.capacity_tokens)
+        engine = self._engine(id, manifest, layout, cache)
         making = asyncio.create_task(
             asyncio.to_thread(_chat_model, id, folder, engine, context), name=f"tokenizer-{id}"
         )
@@ -172,81 +213,62 @@ class Coordinator:
         log.info(
             "loaded",
             model=id,
-            stages=[(stage.span.start, stage.span.end) for stage in plan.stages],
-            weight_bytes=sum(stage.weights for stage in plan.stages),
+            stages=[(part.node, part.start, part.end) for part in layout.parts],
+            bytes=sum(part.bytes for part in layout.parts),
             context_tokens=context,
-            capacity_tokens=capacity,
+            capacity_tokens=layout.capacity_tokens,
         )
         self._context[id] = context
         if cache is not None:
             keeper = engine.housekeeper
             await asyncio.to_thread(self._keeping.loaded, cache.root, keeper.cold_bytes, keeper)
-        used = hot_bytes + sum(stage.weights + stage.kv for stage in plan.stages)
-        return Served(engine, chat, used)
+        return Served(engine, chat, manifest)
 
-    def _plan(self, id: ModelId, manifest: ModelManifest) -> tuple[ShardPlan, int]:
-        """The plan, and the bytes that the hot tier has beside it: none where there is no room for both."""
-        taken = sum(served.bytes for served in self._loaded() if served.engine.failure is None)
-        budget = min(self._ceiling_bytes - taken, self._available_bytes())
-        hot_bytes = self._keeping.hot_bytes(len(self._entries))
-        try:
-            return self._plan_within(manifest, budget - hot_bytes, self._context[id]), hot_bytes
-        except DoesNotFit:
-            pass  # perhaps without
-        try:
-            plan = self._plan_within(manifest, budget, self._context[id])
-        except DoesNotFit as error:
-            raise DoesNotFit(f"{id} does not fit into memory: {error}", error.short_bytes) from error
-        log.warning("no memory is left for the hot tier", model=id, wanted_bytes=hot_bytes)
-        return plan, 0
-
-    def _plan_within(self, manifest: ModelManifest, budget: int, context: int) -> ShardPlan:
-        stages = self._settings.stages
-        nodes = [NodeBudget(f"stage {i}", max(1, budget // stages)) for i in range(stages)]
-        return plan_work(
+    def _need(self, id: ModelId, manifest: ModelManifest) -> Need:
+        taken, held = Counter[str](), Counter[str]()
+        for served in self.loaded():
+            if served.engine.failure is None:
+                (held if served.engine.model == id else taken).update(served.bytes())
+        return Need(
+            id,
+            self._entries[id].folder,
             manifest,
-            nodes,
-            context_tokens=min(context, LEAST_CONTEXT_TOKENS),
-            sequences=1,
-            step_tokens=self._settings.step_tokens,
+            self._context[id],
+            len(self._entries),
+            taken=dict(taken),
+            held=dict(held),
         )
 
-    def _gpu_share(self, stage: StagePlan) -> float:
-        """A stage's part of the GPU's limits; over all stages of all models they never exceed the whole."""
-        alone = len(self._entries) == 1
-        return min(1.0, (stage.node.bytes if alone else stage.used) / self._ceiling_bytes)
-
     def _engine(
-        self,
-        id: ModelId,
-        folder: Path,
-        plan: ShardPlan,
-        capacity: int,
-        cache: CacheSpec | None,
-        hold: Hold,
+        self, id: ModelId, manifest: ModelManifest, layout: Layout, cache: CacheSpec | None
     ) -> Engine:
         settings = self._settings
-        whole = len(plan.stages) == 1
+        stages = len(layout.parts)
         spec = PipelineSpec(
-            folder=folder,
-            spans=((0, None),) if whole else tuple((span.start, span.end) for span in plan.spans),
+            folder=self._entries[id].folder,
+            layout=layout,
             load_timeout_s=settings.load_timeout_s,
             step_timeout_s=settings.step_timeout_s,
             link=settings.link,
-            ring=partial(free_ring, len(plan.stages)) if settings.link != "tcp" and not whole else None,
-            memory_shares=tuple(self._gpu_share(stage) for stage in plan.stages),
+            ring=partial(free_ring, stages) if settings.link != "tcp" and stages > 1 else None,
             cache=cache,
             kv_bits=settings.kv_bits,
         )
         limits = Limits(
             places=settings.max_concurrent_requests,
             queue=settings.max_queued_requests,
-            stages=len(plan.stages),
+            stages=stages,
             step_tokens=settings.step_tokens,
             slowdown=settings.slowdown,
-            capacity_tokens=capacity,
+            capacity_tokens=layout.capacity_tokens,
         )
-        engine = Engine(id, Scheduler(limits), Pipeline(spec, self._place), self._timeline(id), hold)
+
+        async def again(before: Layout, lost: frozenset[str]) -> Layout:
+            return await self._site.again(self._need(id, manifest), before, lost)
+
+        hold = self._keeping.hold(layout.hot_bytes)
+        pipeline = Pipeline(spec, self._site.place)
+        engine = Engine(id, Scheduler(limits), pipeline, self._timeline(id), hold, again)
         if cache is not None:
             engine.housekeeper.over_budget = partial(self._keeping.over_for, cache.root)
         return engine

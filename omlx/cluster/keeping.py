@@ -13,7 +13,6 @@ from omlx.cache.block import root_of
 from omlx.cache.budget import free_floor_bytes, parse_size
 from omlx.cache.folder import INSTEAD, Folder, trim, usage
 from omlx.cache.identity import identity_of
-from omlx.cluster.planner import ShardPlan
 from omlx.errors import BadSetting
 from omlx.ids import BlockId, ModelId
 from omlx.node.hold import Hold
@@ -55,9 +54,9 @@ class Keeping:
     def on(self) -> bool:
         return self.settings.cache
 
-    def hot_bytes(self, models: int) -> int:
-        """One model's part of the hot tier, where so many can be loaded."""
-        whole = parse_size(self.settings.hot_cache_max_size, self.ceiling_bytes, "hot_cache_max_size")
+    def hot_bytes(self, models: int, machine_bytes: int) -> int:
+        """One model's part of the hot tier of a machine with so much memory, where so many can be loaded."""
+        whole = parse_size(self.settings.hot_cache_max_size, machine_bytes, "hot_cache_max_size")
         return whole // models if self.on else 0
 
     def identify(self, id: ModelId, model_folder: Path) -> CacheSpec | None:
@@ -77,12 +76,10 @@ class Keeping:
         path = str(self.folder.path) if self.folder is not None else None
         return CacheSpec(root, self.settings.cache_block_tokens, path, self.floor_bytes)
 
-    def hold(self, plan: ShardPlan, hot_bytes: int) -> Hold:
-        """What a model cut like this may keep: RAM in proportion to the stages' keys and values."""
-        whole = sum(stage.kv for stage in plan.stages) or 1
+    def hold(self, hot_bytes: tuple[int, ...]) -> Hold:
+        """What may be kept of a model whose stages have so much RAM for it."""
         return Hold(
-            # A stage without caches counts a byte a block, and must not be full because of them.
-            hot_bytes=tuple(hot_bytes * stage.kv // whole or min(hot_bytes, 2**20) for stage in plan.stages),
+            hot_bytes=hot_bytes,
             cold=self.folder is not None,
             block_tokens=self.settings.cache_block_tokens,
             snapshot_tokens=self.settings.cache_snapshot_tokens,

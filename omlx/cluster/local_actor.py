@@ -63,8 +63,8 @@ class LocalActor:
             await asyncio.to_thread(self.process.wait)
 
 
-async def place_local(index: int, command: tuple[str, ...] = STAGE) -> LocalActor:
-    """Start stage `index` as a child of this process."""
+async def place_local(index: int, node: str = "", command: tuple[str, ...] = STAGE) -> LocalActor:
+    """Start a stage as a child of this process."""
     return await _take(start_child(command))
 
 
@@ -77,8 +77,8 @@ def discard_all(spares: list[Spare]) -> None:
 def place_from(spares: list[Spare]) -> "Placement":
     """Like `place_local`, but the children in `spares` are taken first, and out of it."""
 
-    async def place(index: int) -> "StageProcess":
-        return await _take(spares.pop()) if spares else await place_local(index)
+    async def place(index: int, node: str) -> "StageProcess":
+        return await _take(spares.pop()) if spares else await place_local(index, node)
 
     return place
 

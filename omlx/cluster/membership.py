@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from omlx.cluster.certificates import Pair, check_pair, revocations_number
+from omlx.cluster.head_address import HEAD_FILE
 from omlx.cluster.private_files import (
     check_folder,
     decoded,
@@ -155,6 +156,7 @@ def remove_bundle(folder: Path) -> None:
     if not folder.is_dir():
         return
     with locked(folder):
+        (folder / HEAD_FILE).unlink(missing_ok=True)
         (folder / "node").unlink(missing_ok=True)
         for old in folder.glob("node-*"):
             _throw_away(old)

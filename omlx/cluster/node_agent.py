@@ -1,6 +1,7 @@
 """The node's agent: announces this machine until it is told to end, and says so anew when it joins or leaves.
 
-It listens on no port, and whoever it announces itself to gets nothing but what is announced.
+It listens on no port, and whoever it announces itself to gets nothing but what is announced. Beside that it
+keeps Ray going once this machine is a node of a cluster (`ray_keeper.py`).
 """
 
 import asyncio
@@ -12,8 +13,8 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import structlog
 from omlx.cluster.discovery import Addresses, Announcer, announcing, multicast
 from omlx.cluster.node_identity import HOST_KEY, host_key_fingerprint, node_id, own_addresses, this_node
 from omlx.cluster.nodes import Node, NodeId, cluster_mark
+from omlx.cluster.ray_keeper import keep_ray
 from omlx.cluster.rules import LOCAL_NETWORK
 from omlx.errors import Refused
 
@@ -211,7 +213,8 @@ async def run_agent(  # noqa: PLR0913 (a test's machine differs in each)
     host_key: Path = HOST_KEY,
     look_every_s: float = LOOK_EVERY_S,
 ) -> None:
-    """Announce this machine until `ended`, then say goodbye: that takes two seconds at most.
+    """Announce this machine until `ended`, then say goodbye: that takes two seconds at most, or as long as
+    Ray takes to end.
 
     home: the folder with `node.json` and `cluster/`, usually ~/.omlx; without a `~`.
     told: called once, with the node and its addresses, when the first announcement is out.
@@ -222,7 +225,7 @@ async def run_agent(  # noqa: PLR0913 (a test's machine differs in each)
         likeness = Likeness(home, ssh_port, host_key)
         stamp = likeness.stamp()
         node = await asyncio.to_thread(likeness.node, stamp[-1])
-        async with multicast(addresses) as sockets:
+        async with multicast(addresses) as sockets, _beside(keep_ray(home, ended), ended):
             first = True
             while not ended.is_set():
                 async with announcing(sockets, node) as announcer:
@@ -230,6 +233,25 @@ async def run_agent(  # noqa: PLR0913 (a test's machine differs in each)
                         told(node, sockets.addresses)
                     first = False
                     node, stamp = await _follow(announcer, likeness, (node, stamp), ended, look_every_s)
+
+
+@asynccontextmanager
+async def _beside(keeping: Coroutine[None, None, None], ended: asyncio.Event) -> AsyncIterator[None]:
+    """It ends by itself at `ended`; before that it may end as it likes, and the announcing goes on."""
+    task = asyncio.create_task(keeping, name="ray-keeper")
+    task.add_done_callback(_say_why_it_ended)
+    try:
+        yield
+    finally:
+        if not ended.is_set():
+            task.cancel()
+        await asyncio.wait({task})  # its end has a deadline
+
+
+def _say_why_it_ended(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        fix = "restart `omlx node run`, and report this"
+        log.error("no Ray runs here any more, but this machine is announced", fix=fix, exc_info=error)
 
 
 _State = tuple[Node, tuple[str, str | None, str | None]]

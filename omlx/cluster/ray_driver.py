@@ -117,6 +117,12 @@ class RayDriver:
         """Those that Ray takes for alive; it is seconds behind. Raises RayFailed."""
         return (await self._ask(Ask, Alive, NODES_WITHIN_S)).nodes
 
+    async def follow(self, session: RaySession) -> None:
+        """Of another head from now on; who waits for an answer hears that there is none."""
+        async with self._starting:
+            self._session = session
+            await self._let_go()
+
     async def close(self) -> None:
         """End the driver; what it placed goes on."""
         self._closed = True

@@ -5,7 +5,7 @@ connection; Ray is asked once more to see to its end.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -28,15 +28,6 @@ CONNECT_WITHIN_S = 8.0
 """Less than a stage waits for its head: it looks up once Python has started."""
 CONFIRM_WITHIN_S = 1.0
 """How long a rebuild waits to hear that a lost stage is gone for good; its node may be gone, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a stage is to run."""
-
-    node_id: str
-    address: str
-    """Where its neighbours reach it: of the nodes' fastest network, which need not be Ray's."""
 
 
 @dataclass(slots=True)
@@ -78,43 +69,43 @@ class RemoteActor:
 
 
 class RayPlacement:
-    """A model's stages on the nodes of its plan. Implements Placement.
+    """Stages on the nodes that their layout names. Implements Placement.
 
-    `member` is this machine as a node: stages on its seats are children of this process. All of them show
-    their node's certificate to each other.
+    `member` is this machine as a node: stages on it are children of this process. All of them show their
+    node's certificate to each other. `address_of`: where a node's neighbours reach it, by its id; on the
+    nodes' fastest network, which need not be Ray's.
     """
 
-    def __init__(self, driver: RayDriver, member: Member, seats: Sequence[Seat]) -> None:
+    def __init__(self, driver: RayDriver, member: Member, address_of: Callable[[str], str]) -> None:
         self._driver = driver
         self._member = member
-        self.seats = tuple(seats)
+        self._address_of = address_of
 
-    async def __call__(self, index: int) -> StageProcess:
+    async def __call__(self, index: int, node: str) -> StageProcess:
         """Raises StageLost where its node does not take it."""
-        seat = self.seats[index]
-        if seat.node_id == self._member.node_id:
-            return await self._place_here(index, seat)
+        address = self._address_of(node)
+        if node == self._member.node_id:
+            return await self._place_here(index, address)
         try:
-            placed = await self._driver.place(seat.node_id, self._member.node_id, PLACE_WITHIN_S)
-            streams = await self._connect(placed, seat)
+            placed = await self._driver.place(node, self._member.node_id, PLACE_WITHIN_S)
+            streams = await self._connect(placed, node)
         except (RayFailed, LinkLost) as error:
-            raise StageLost(
-                f"stage {index} cannot be placed on node {seat.node_id}: {error}", index
-            ) from error
-        return RemoteActor(seat.address, seat.node_id, placed.process, self._driver, streams)
+            raise StageLost(f"stage {index} cannot be placed on node {node}: {error}", index) from error
+        return RemoteActor(address, node, placed.process, self._driver, streams)
 
-    async def _connect(self, placed: Placed, seat: Seat) -> Streams:
+    async def _connect(self, placed: Placed, node: str) -> Streams:
         address = (placed.address, placed.port)
         try:
-            return await open_streams(address, self._member.security, seat.node_id, CONNECT_WITHIN_S)
+            return await open_streams(address, self._member.security, node, CONNECT_WITHIN_S)
         except BaseException:
             # It ends by itself when its head does not come; this is only sooner.
             with suppress(TimeoutError, RayFailed):
                 async with asyncio.timeout(CONFIRM_WITHIN_S):
-                    await self._driver.end(seat.node_id, placed.process, 0.0)
+                    await self._driver.end(node, placed.process, 0.0)
             raise
 
-    async def _place_here(self, index: int, seat: Seat) -> LocalActor:
-        actor = await place_local(index, (*STAGE, "--security", self._member.security.folder))
-        actor.host, actor.node = seat.address, seat.node_id
+    async def _place_here(self, index: int, address: str) -> LocalActor:
+        node = self._member.node_id
+        actor = await place_local(index, node, (*STAGE, "--security", self._member.security.folder))
+        actor.host, actor.node = address, node
         return actor

@@ -91,6 +91,40 @@ class RemoteProcess:
         return self._process.exit_status
 
 
+class RemoteFile:
+    """A file on the other machine, open for writing at any place."""
+
+    def __init__(self, file: asyncssh.SFTPClientFile) -> None:
+        self._file = file
+
+    async def write(self, data: bytes, offset: int, within_s: float) -> None:
+        """All of it: several requests are on their way at once, some megabytes at most. Raises SshFailed."""
+        with _translated_file():
+            async with asyncio.timeout(within_s):
+                await self._file.write(data, offset)
+
+
+class RemoteFiles:
+    """The other machine's files, over SFTP. Paths are bytes and never pass a shell."""
+
+    def __init__(self, client: asyncssh.SFTPClient) -> None:
+        self._client = client
+
+    @asynccontextmanager
+    async def open(self, path: bytes) -> AsyncIterator[RemoteFile]:
+        """A file that is there already. Raises SshFailed."""
+        with _translated_file():
+            async with asyncio.timeout(LOGIN_S):
+                file = await self._client.open(path, "r+b")
+        try:
+            yield RemoteFile(file)
+        finally:
+            # Whoever writes reads back what came of it; a close that fails says nothing new.
+            with suppress(asyncssh.Error, OSError):
+                async with asyncio.timeout(LOGIN_S):
+                    await file.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Shell:
     """An open, checked connection."""
@@ -120,6 +154,17 @@ class Shell:
             yield RemoteProcess(process)
         finally:
             process.close()
+
+    @asynccontextmanager
+    async def sftp(self) -> AsyncIterator[RemoteFiles]:
+        """Raises SshFailed, also where that sshd has no SFTP."""
+        with _translated("file transfer"):
+            async with asyncio.timeout(LOGIN_S):
+                client = await self.connection.start_sftp_client()
+        try:
+            yield RemoteFiles(client)
+        finally:
+            client.exit()
 
 
 @asynccontextmanager
@@ -279,6 +324,23 @@ def _translated(what: str) -> Iterator[None]:
         raise _lost(what, error.reason) from error
     except OSError as error:
         raise _lost(what, error.strerror or type(error).__name__) from error
+
+
+@contextmanager
+def _translated_file() -> Iterator[None]:
+    """What is wrong with a file there is told apart from a connection that is gone."""
+    with _translated("file transfer"):
+        try:
+            yield
+        except (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection):
+            raise
+        except asyncssh.SFTPError as error:
+            raise SshFailed(
+                what="file transfer",
+                seen=f"a file there cannot be written ({printable(error.reason)})",
+                wanted="files that can be written",
+                fix="look whether that disk is full, and to whom ~/.omlx there belongs",
+            ) from error
 
 
 def _lost(what: str, why: str) -> SshFailed:

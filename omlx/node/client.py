@@ -34,8 +34,8 @@ from omlx.node.wire import (
 )
 
 PING_EVERY_S = 0.5
-SILENT_ROUNDS = 6
-"""A stage from which so many rounds bring no answer is taken for dead: after 3 s."""
+SILENT_ROUNDS = 5
+"""A stage from which so many rounds bring no answer is taken for dead: in 3 s at the latest."""
 LEAVE_WITHIN_S = 5.0
 
 LoadProgress = Callable[[int, int], None]
@@ -80,15 +80,17 @@ class StageProcess(Protocol):
         """Wait for its end for so long, then kill it; returns when it is gone."""
 
 
-Placement = Callable[[int], Awaitable[StageProcess]]
-"""Starts the process of the stage with this index."""
+Placement = Callable[[int, str], Awaitable[StageProcess]]
+"""Starts the process of the stage with this index, on the node with this id ("": here)."""
 
 
 class StageClient:
     """One stage, from its start to its end. `lost` says that it is gone for good."""
 
-    def __init__(self, index: int, process: StageProcess, report: Callable[[Event], None]) -> None:
+    def __init__(self, index: int, seat: str, process: StageProcess, report: Callable[[Event], None]) -> None:
         self.index = index
+        """It may change from one epoch to the next."""
+        self.seat = seat
         self.process = process
         self.loaded: Loaded | None = None
         self.pong: Pong | None = None
@@ -97,19 +99,33 @@ class StageClient:
         self._answer: asyncio.Future[Loaded | Begun] | None = None
         self._progress: LoadProgress = lambda done, total: None
         self._epoch: Epoch | None = None
+        self._loading = False
         self._pings = 0
         self._news = asyncio.Event()
         """Set by a pong and by the loss."""
-        self._listening = asyncio.create_task(self._listen(), name=f"stage-{index}-listen")
+        self._on = f" on node {process.node[:8]}" if process.node is not None else ""
+        self._listening = asyncio.create_task(self._listen(), name=f"stage-{seat}-listen")
         self._pinging: asyncio.Task[None] | None = None
 
+    @property
+    def name(self) -> str:
+        """As people are told of it."""
+        return f"stage {self.index}{self._on}"
+
     async def load(self, message: Load, progress: LoadProgress, within_s: float) -> Loaded:
-        """Raises BadModel or CannotSplit as the stage says, StageLost when it dies or dawdles."""
+        """Read a span; one that holds another span keeps the layers that are in both.
+
+        Raises BadModel or CannotSplit as the stage says, StageLost when it dies or dawdles.
+        """
         self._progress = progress
+        self._loading = True
+        self._epoch = None  # what it still says of the one before is of no interest
+        self.loaded = None
         answer = await self._ask(message, within_s)
         assert isinstance(answer, Loaded)
         self.loaded = answer
-        self._pinging = asyncio.create_task(self._watch(), name=f"stage-{self.index}-ping")
+        if self._pinging is None:
+            self._pinging = asyncio.create_task(self._watch(), name=f"stage-{self.seat}-ping")
         return answer
 
     async def begin(self, message: Begin, within_s: float) -> None:
@@ -128,7 +144,7 @@ class StageClient:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            self._lose(TooLate(f"stage {self.index} does not answer", self.index))
+            self._lose(TooLate(f"{self.name} does not answer", self.index))
         return self.lost is None
 
     def send(self, message: ToStage) -> None:
@@ -155,7 +171,7 @@ class StageClient:
             async with asyncio.timeout(within_s):
                 return await self._answer
         except TimeoutError:
-            late = TooLate(f"stage {self.index} did not answer within {within_s:.0f} s", self.index)
+            late = TooLate(f"{self.name} did not answer within {within_s:.0f} s", self.index)
             self._lose(late)
             raise late from None
         finally:
@@ -170,7 +186,7 @@ class StageClient:
             while True:
                 self._take(await read_for_head(self.process.reader))
         except StageLost as lost:
-            self._lose(LinkLost(f"stage {self.index}: {lost}", self.index))
+            self._lose(LinkLost(f"{self.name}: {lost}", self.index))
 
     def _take(self, message: object) -> None:
         match message:
@@ -179,7 +195,7 @@ class StageClient:
             case Busy(epoch, times):
                 self._report(Measured(self.index, epoch, times))
             case Holds() | Catalogue():
-                self._report(Kept(self.index, message))
+                self._keep(message)
             case Pong():
                 self.pong = message
                 self._news.set()
@@ -190,9 +206,13 @@ class StageClient:
             case Refusal(error, text):
                 self._settle(_refused(error, text))
             case Broken(epoch, text):
-                self._break(epoch, LinkLost(f"stage {self.index}, epoch {epoch}: {text}", self.index))
+                self._break(epoch, LinkLost(f"{self.name}, epoch {epoch}: {text}", self.index))
             case Failed(epoch, seqs, text):
-                self._break(epoch, StepFailed(f"stage {self.index}: {text}", seqs, self.index))
+                self._break(epoch, StepFailed(f"{self.name}: {text}", seqs, self.index))
+
+    def _keep(self, message: Holds | Catalogue) -> None:
+        if not self._loading:  # else it is about layers that it gives up
+            self._report(Kept(self.index, message))
 
     def _break(self, epoch: Epoch, broken: StageLost) -> None:
         if epoch == self._epoch:  # else a late word about an epoch that is over
@@ -200,6 +220,7 @@ class StageClient:
             self._report(broken)
 
     def _settle(self, answer: Loaded | Begun | Exception) -> None:
+        self._loading = self._loading and not isinstance(answer, Loaded)
         if self._answer is None or self._answer.done():
             return
         if isinstance(answer, Exception):
@@ -230,7 +251,7 @@ class StageClient:
             answered = newest
             if silent >= SILENT_ROUNDS:
                 silent_s = silent * PING_EVERY_S
-                self._lose(TooLate(f"stage {self.index} has been silent for {silent_s:.0f} s", self.index))
+                self._lose(TooLate(f"{self.name} has been silent for {silent_s:.0f} s", self.index))
 
 
 def _refused(name: str, message: str) -> Refused:

@@ -6,34 +6,53 @@ goes on to the same tokens. Clients see a pause.
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from math import inf
 
 import structlog
 
-from omlx.errors import Closed, ModelFailed, OmlxError, Refused, RequestFailed, StageLost, StepFailed, TooLate
+from omlx.errors import (
+    Closed,
+    ModelFailed,
+    OmlxError,
+    PromptTooLong,
+    Refused,
+    RequestFailed,
+    StageLost,
+    StepFailed,
+    TooLate,
+)
 from omlx.ids import ModelId, SeqId
 from omlx.node.cache_figures import cache_figures
 from omlx.node.client import Measured
+from omlx.node.deaths import Deaths
 from omlx.node.health import ModelHealth, ModelState
 from omlx.node.hold import Hold
 from omlx.node.housekeeping import Housekeeper
+from omlx.node.layout import Layout
 from omlx.node.meters import Meters, ModelFigures
+from omlx.node.pacing import Pace
 from omlx.node.pipeline import Pipeline
 from omlx.node.scheduler import Scheduler
-from omlx.node.sequence import Request, Token
+from omlx.node.sequence import Request
 from omlx.node.step import StepPlan, StepResult
+from omlx.node.stream import Stream
 from omlx.node.timeline import Timeline
 
 log = structlog.get_logger()
 
-DEATHS = 3
-WITHIN_S = 60.0
-"""So many lost epochs within so many seconds mark the model as failed."""
 STALLED_AFTER_S = 30.0
 """Work on its way without a result for so long is reported as stalled."""
+
+
+Relayout = Callable[[Layout, frozenset[str]], Awaitable[Layout]]
+"""Where to go on, after the stages of these seats were lost. Raises ModelFailed where that is nowhere."""
+
+
+async def as_before(layout: Layout, lost: frozenset[str]) -> Layout:
+    """On one machine there is no other place."""
+    return layout
 
 
 def look_ahead(step_s: float, stages: int) -> int:
@@ -48,44 +67,6 @@ def look_ahead(step_s: float, stages: int) -> int:
     return 3 if step_s > 0.008 else 4
 
 
-class Stream:
-    """One sequence's tokens, in order; an async iterator that ends after the token with a finish.
-
-    Raises RequestFailed when this sequence cannot be computed, ModelFailed or Closed when the engine
-    cannot go on. `aclose` cancels the sequence.
-    """
-
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
-        self._items: asyncio.Queue[Token | OmlxError] = asyncio.Queue()  # bounded by max_tokens
-        self._ended = False
-        self.started = False
-        self.cached_tokens = 0
-        """Of the prompt, those that were laid back instead of computed; certain with the first token."""
-
-    def put(self, item: Token | OmlxError) -> None:
-        self.started = True
-        self._items.put_nowait(item)
-
-    def __aiter__(self) -> "Stream":
-        return self
-
-    async def __anext__(self) -> Token:
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, OmlxError):
-            self._ended = True
-            raise item
-        self._ended = item.finish is not None
-        return item
-
-    async def aclose(self) -> None:
-        """Nobody wants the rest; safe to call at any time."""
-        self._ended = True
-        self._cancel()
-
-
 class Engine:
     """Owns the scheduler, the pipeline and the streams; one task moves all three."""
 
@@ -96,6 +77,7 @@ class Engine:
         pipeline: Pipeline,
         timeline: Timeline | None = None,
         hold: Hold | None = None,
+        relayout: Relayout = as_before,
     ) -> None:
         """`hold`: what may be kept, where the pipeline has a place for it."""
         self.model = model
@@ -105,10 +87,16 @@ class Engine:
         self.recoveries = 0
         self.meters = Meters(timeline)
         self.housekeeper = Housekeeper(pipeline, scheduler)
+        self.layout = pipeline.layout
+        """That all books are kept for."""
+        self._relayout = relayout
+        self._next: Layout | None = None
+        """To move to."""
         self._hold = hold
         self._scheduler = scheduler
+        self._limits = scheduler.limits
         self._streams: dict[SeqId, Stream] = {}
-        self._deaths: deque[float] = deque()
+        self._deaths = Deaths()
         self._progress = time.monotonic()
         self._heard = time.monotonic()
         """The last event, or the first plan after a time without any."""
@@ -122,22 +110,44 @@ class Engine:
             await self.pipeline.open(self._scheduler.epoch, progress)
         except StageLost as lost:
             raise ModelFailed(f"{self.model}: a stage went while it was loading: {lost}") from lost
-        limits = replace(self._scheduler.limits, mixes=self.pipeline.mixes)
-        self._scheduler.limits = limits if self.pipeline.batches else replace(limits, places=1)
-        self.meters.begin(len(self.pipeline.stages), limits.mixes)
+        self._set_limits()
+        self.meters.begin(len(self.pipeline.stages), self._scheduler.limits.mixes)
         self.housekeeper.open(self._hold)
         self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
         self._task.add_done_callback(self._ended)
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request. Raises Full, ModelFailed or Closed at once."""
+        """Queue a request. Raises Full, PromptTooLong, ModelFailed or Closed at once."""
         if self.failure is not None:
             raise self.failure
-        seq = self._scheduler.add(request)
+        capacity = self._scheduler.limits.capacity_tokens
+        if (fitting := request.within(capacity)) is None:  # there is less memory than when it was loaded
+            raise PromptTooLong(len(request.prompt), capacity - 1)
+        seq = self._scheduler.add(fitting)
         stream = Stream(lambda: self._cancel(seq))
         self._streams[seq] = stream
         self._wake()
         return stream
+
+    def move(self, layout: Layout) -> None:
+        """Go on elsewhere, as soon as the plan in hand is over: what runs is computed anew from its known
+        tokens, as after a loss."""
+        self._next = layout
+        self._wake()
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for tokens."""
+        return self.failure is None and bool(self._streams)
+
+    @property
+    def running_tokens(self) -> int:
+        """What would be computed again in another epoch, if nothing of it were kept."""
+        return sum(sequence.known for sequence in self._scheduler.running.values())
+
+    @property
+    def epoch(self) -> int:
+        return self._scheduler.epoch
 
     def health(self) -> ModelHealth:
         """Whether this model makes progress, not just whether its processes live."""
@@ -189,6 +199,7 @@ class Engine:
             while True:
                 try:
                     await self._serve()
+                    await self._move()
                 except StageLost as lost:
                     await self._recover(lost)
         except (ModelFailed, Refused) as failure:
@@ -196,8 +207,8 @@ class Engine:
             await self.pipeline.close()
 
     async def _serve(self) -> None:
-        """Choose, run, account, until a stage is lost."""
-        while True:
+        """Choose, run, account, until a stage is lost or all are to move."""
+        while self._next is None:
             self.housekeeper.look()
             while (plan := self._scheduler.next_plan()) is not None:
                 if len(self._scheduler.in_flight) == 1:
@@ -262,36 +273,86 @@ class Engine:
             failures += await self.pipeline.roll_call()
             for failure in failures:
                 self._blame(failure)
-            if not failures:  # else whoever caused it is out, and it cannot come again
-                self._count_death(lost)
             self._scheduler.rewind()
             started = time.monotonic()
             try:
-                await self.pipeline.rebuild(self._scheduler.epoch)
+                layout = await self._place_again()
+                if not failures:  # else whoever caused it is out, and it cannot come again
+                    self._count_death(lost, elsewhere=not layout.runs_like(self.pipeline.layout))
+                await self.pipeline.rebuild(self._scheduler.epoch, layout)
             except StageLost as again:
                 lost = again
                 continue
-            self.recovering = False
             self.recoveries += 1
-            self.meters.begin(len(self.pipeline.stages), self._scheduler.limits.mixes)
-            self._progress = time.monotonic()
-            log.warning(
-                "pipeline rebuilt",
-                model=self.model,
-                epoch=self._scheduler.epoch,
-                seconds=round(time.monotonic() - started, 2),
-                running=len(self._scheduler.running),
-            )
+            self._settled(layout, started)
             return
 
-    def _count_death(self, lost: StageLost) -> None:
-        now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - WITHIN_S:
-            self._deaths.popleft()
-        if len(self._deaths) >= DEATHS:
+    async def _place_again(self) -> Layout:
+        """What is lost is ended while somebody finds out where to go on."""
+        pipeline = self.pipeline
+        lost = frozenset(stage.seat for stage in pipeline.stages if stage.lost is not None)
+        _, layout = await asyncio.gather(pipeline.bury(), self._relayout(self.layout, lost))
+        return layout
+
+    async def _move(self) -> None:
+        assert self._next is not None
+        layout, self._next = self._next, None
+        self.recovering, started = True, time.monotonic()
+        self._scheduler.rewind()
+        try:
+            await self.pipeline.rebuild(self._scheduler.epoch, layout)
+        except Refused as refused:
+            log.warning("cannot move", model=self.model, why=str(refused))
+            layout = self.layout
+            self._scheduler.rewind()
+            await self.pipeline.rebuild(self._scheduler.epoch, layout)
+        self._settled(layout, started)
+
+    def _settled(self, layout: Layout, started: float) -> None:
+        """A new epoch has begun."""
+        if not layout.runs_like(self.layout):
+            self._adopt(layout)
+        self.meters.begin(len(self.pipeline.stages), self._scheduler.limits.mixes)
+        self.recovering = False
+        self._progress = time.monotonic()
+        log.warning(
+            "pipeline rebuilt",
+            model=self.model,
+            epoch=self._scheduler.epoch,
+            layers=[(part.node, part.start, part.end) for part in layout.parts],
+            seconds=round(time.monotonic() - started, 2),
+            load_seconds=round(self.pipeline.load_s, 2),
+            running=len(self._scheduler.running),
+        )
+
+    def _adopt(self, layout: Layout) -> None:
+        """Books for other stages; requests that are too long for them end."""
+        self.layout = layout
+        self._limits = replace(self._limits, stages=len(layout.parts), capacity_tokens=layout.capacity_tokens)
+        self._set_limits()
+        self.meters.forget()
+        self._scheduler.pace = Pace()
+        if self._hold is not None:
+            self._hold = replace(self._hold, hot_bytes=layout.hot_bytes)
+        self.housekeeper.open(self._hold)
+        for seq in self._scheduler.shrink():
+            self._scheduler.cancel(seq)
+            if (stream := self._streams.pop(seq, None)) is not None:
+                stream.put(
+                    RequestFailed(
+                        f"{self.model}: the machines that are left have memory for {layout.capacity_tokens} "
+                        "tokens, and this request has more"
+                    )
+                )
+
+    def _set_limits(self) -> None:
+        limits = replace(self._limits, mixes=self.pipeline.mixes)
+        self._scheduler.limits = limits if self.pipeline.batches else replace(limits, places=1)
+
+    def _count_death(self, lost: StageLost, *, elsewhere: bool) -> None:
+        if deaths := self._deaths.count(elsewhere=elsewhere):
             raise ModelFailed(
-                f"{self.model}: its stages died {DEATHS} times within {WITHIN_S:.0f} s, last: {lost}; "
+                f"{self.model}: its stages died {deaths} times within a minute, last: {lost}; "
                 "restart the server to try again"
             )
 

@@ -24,8 +24,8 @@ import msgspec
 from omlx.errors import BadModel, StageLost, StepFailed
 from omlx.ids import Epoch
 from omlx.node.links import Link, MxLink, TcpLink
-from omlx.node.loader import load_span
-from omlx.node.memory import Memory, peak_rss_bytes
+from omlx.node.loader import Held, held_weights, load_span
+from omlx.node.memory import Memory, free_bytes, peak_rss_bytes
 from omlx.node.rows import can_share
 from omlx.node.slab import has_states, places_of, storable, trimmable
 from omlx.node.slicing import Cut
@@ -68,6 +68,8 @@ INBOX = 1024
 TELL_BUSY_EVERY_S = 0.05
 """A fit needs samples, not each of them at once."""
 LOOK_FOR_HEAD_EVERY_S = 1.0
+NEIGHBOURS = 128
+"""Connections that may wait to be looked at: one is the neighbour's, and strangers may call."""
 
 
 class StageHost:
@@ -101,7 +103,7 @@ class StageHost:
         self._busy_told = 0.0
         self._memory = Memory()
         self._newest: Epoch = Epoch(0)
-        """Of the Begins that the socket thread has seen; the compute thread may be behind."""
+        """That the socket thread has seen the beginning of; the compute thread may be behind."""
 
     def run(self) -> None:
         """Serve until the head says Leave or goes away."""
@@ -143,9 +145,9 @@ class StageHost:
                     if self._store is not None:
                         self._store.ask(message)
                     continue
-                if isinstance(message, Begin):
+                if isinstance(message, Begin | Load):
                     # The compute thread may wait for a neighbour of an epoch that is over now.
-                    self._newest = message.epoch
+                    self._newest = message.epoch if isinstance(message, Begin) else Epoch(self._newest + 1)
                     for link in self._links:
                         link.close()
                 self._inbox.put(message)
@@ -163,7 +165,8 @@ class StageHost:
                 os._exit(0)
 
     def _pong(self, number: int) -> Pong:
-        return Pong(number, peak_rss_bytes())
+        held = mx.get_active_memory() + mx.get_cache_memory()
+        return Pong(number, peak_rss_bytes(), held, free_bytes())
 
     def _send(self, message: ToHead) -> None:
         with self._sending:
@@ -179,14 +182,18 @@ class StageHost:
         try:
             if load.ring:
                 self._group = join_group(load.ring, load.rank, load.backend)
-            cut = load_span(Path(load.folder), load.start, load.end, self._loading, load.kv_bits)
+            held = self._give_up_stage()
+            folder = Path(load.folder).expanduser()
+            cut = load_span(folder, load.start, load.end, self._loading, load.kv_bits, held)
         except BadModel as error:
             self._send(Refusal(type(error).__name__, str(error)))
             return
+        del held
         self._stage = self._make_stage(cut, self._finished)
         if load.cache is not None and storable(cut.prototypes):
             self._stage.blocks.store = self._store = open_store(load.cache, places_of(cut), self._send)
-        self._listener = socket.create_server((load.listen_host, 0), backlog=8)
+        if self._listener is None:
+            self._listener = socket.create_server((load.listen_host, 0), backlog=NEIGHBOURS)
         port: int = self._listener.getsockname()[1]
         mixes = self._stage.mixed is not None
         self._send(
@@ -203,6 +210,18 @@ class StageHost:
         )
         if self._store is not None:
             self._store.tell_catalogue()
+
+    def _give_up_stage(self) -> Held:
+        """Of a stage that is to hold another span: its weights, and nothing else."""
+        if self._stage is None:
+            return {}
+        self._end_epoch()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        held = held_weights(self._stage.cut)
+        self._stage = None
+        return held
 
     def _loading(self, done: int, total: int) -> None:
         self._send(Loading(done, total))

@@ -1,6 +1,7 @@
 """Read a span of a model from its folder: only the span's tensors ever leave the disk."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mlx_lm.utils import load_model
 
 from omlx.errors import BadModel
 from omlx.node.kv_bits import quantised_caches
+from omlx.node.present import refuse_absent
 from omlx.node.slicing import HEADS, Cut, cut_model, refuse_uncuttable
 
 Progress = Callable[[int, int], None]
@@ -24,16 +26,42 @@ BLOCK_ROWS = 512
 """Turned at a time: a block stays in the processor's cache. An embedding in one piece takes twice as long."""
 
 
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter as a stage holds it."""
+
+    array: mx.array
+    turned: bool
+
+
+Held = dict[str, Weight]
+"""By the parameter's path in the whole model."""
+
+
+def held_weights(cut: Cut) -> Held:
+    """What another span of the same model need not read again."""
+    return dict(cut.weights)
+
+
 def load_span(
-    folder: Path, start: int, end: int | None, progress: Progress, kv_bits: int | None = None
+    folder: Path,
+    start: int,
+    end: int | None,
+    progress: Progress,
+    kv_bits: int | None = None,
+    held: Held | None = None,
 ) -> Cut:
     """Layers [start, end) of the model in `folder`, evaluated; `end` None means all the rest.
+
+    held: what is in memory already of this model; it is emptied, and what the span has no use for is freed
+    before anything is read.
 
     kv_bits: plain keys and values are kept in so many bits; None: as they are computed.
     Raises BadModel where the folder is not a model that mlx-lm knows, where one parameter of the model has
     no tensor in the files (it would stay random), or where its attention does not read so few bits;
     CannotSplit where it cannot be cut.
     """
+    refuse_absent(folder, start, end)
     model, config = _open(folder)
     family = str(config.get("model_type"))
     whole = start == 0 and (end is None or end == len(model.layers))
@@ -41,7 +69,7 @@ def load_span(
         refuse_uncuttable(family, config)
     prototypes = None if kv_bits is None else quantised_caches(model, kv_bits, family)
     cut = cut_model(model, start, len(model.layers) if end is None else end, prototypes)
-    _read(cut.model, _multiplied(cut), progress)
+    _read(cut, _multiplied(cut), progress, {} if held is None else held)
     return cut
 
 
@@ -83,12 +111,13 @@ def _multiplied(cut: Cut) -> dict[str, nn.Module]:
     }
 
 
-def _read(model: nn.Module, multiplied: dict[str, nn.Module], progress: Progress) -> None:
+def _read(cut: Cut, multiplied: dict[str, nn.Module], progress: Progress, held: Held) -> None:
     """Evaluate every parameter that is left after the cut, one by one; those of `multiplied` turned."""
-    flat: Any = tree_flatten(model.parameters())
+    flat: Any = tree_flatten(cut.model.parameters())
     # Popped, not iterated: a weight as it was read goes when the turned one takes its place.
     waiting: list[tuple[str, mx.array]] = flat
     waiting.reverse()
+    _take_over(cut, waiting, multiplied, held)
     total = sum(array.nbytes for _, array in waiting)
     done = told = 0
     while waiting:
@@ -97,11 +126,36 @@ def _read(model: nn.Module, multiplied: dict[str, nn.Module], progress: Progress
         if module := multiplied.get(path):
             array = module.weight = _turned(array)
         mx.eval(array)
+        cut.weights[_name(path)] = Weight(array, module is not None)
         if done - told >= REPORT_BYTES or not waiting:
             # MLX keeps the buffers that were read into; they would count as this process's memory.
             mx.clear_cache()
             told = done
             progress(done, total)
+
+
+def _take_over(
+    cut: Cut, waiting: list[tuple[str, mx.array]], multiplied: dict[str, nn.Module], held: Held
+) -> None:
+    """Put weights that are in memory where the model has lazy ones, and take those out of `waiting`."""
+    modules = dict(cut.model.named_modules())
+    still = []
+    for path, array in waiting:
+        weight = held.pop(_name(path), None)
+        if weight is None or weight.turned != (path in multiplied):
+            still.append((path, array))
+            continue
+        owner, _, key = path.rpartition(".")
+        modules[owner][key] = weight.array
+        cut.weights[_name(path)] = weight
+    waiting[:] = still
+    held.clear()
+    mx.clear_cache()
+
+
+def _name(path: str) -> str:
+    """In the whole model: on a later stage the embedding lies one module deeper."""
+    return path.replace(".real.", ".")
 
 
 def _turned(weight: mx.array) -> mx.array:

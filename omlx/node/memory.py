@@ -4,8 +4,10 @@ import ctypes
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
+import psutil
 
 from omlx.ids import PlanId
 
@@ -61,6 +63,17 @@ def _on_gpu() -> bool:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process ever had resident."""
+    """The most memory that this process ever had resident.
+
+    On Linux by the kernel's status: getrusage counts what the parent had when it started us, too.
+    """
+    if (status := Path("/proc/self/status")).exists():
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_bytes() -> int:
+    """Of this machine's memory, what could be taken now without swapping."""
+    return int(psutil.virtual_memory().available)

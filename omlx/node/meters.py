@@ -71,6 +71,10 @@ class Meters:
             self.busy_s = [0.0] * stages
         self._sent.clear()
 
+    def forget(self) -> None:
+        """The stages hold other layers from now on."""
+        self._stages = []
+
     def sent(self, plan: StepPlan) -> None:
         work = plan.work
         self.plans += 1

@@ -5,15 +5,19 @@ It carries plans out and results in; what they are about is the scheduler's busi
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from omlx.errors import StageLost, StepFailed
 from omlx.ids import Epoch
-from omlx.node.client import Event, Kept, Placement, StageClient
+from omlx.node.client import Event, Kept, LoadProgress, Placement, StageClient
+from omlx.node.layout import Layout, Part
 from omlx.node.step import StepPlan
 from omlx.node.wire import Begin, CacheSpec, Load, Step, ToStage
 
@@ -23,20 +27,22 @@ JOIN_WITHIN_S = 10.0
 """Joining the neighbours once each of them has time for it: connections alone, no data."""
 
 
+def untold(done: int, total: int) -> None:
+    """Nobody looks at the progress."""
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """What to run where."""
 
     folder: Path
-    spans: tuple[tuple[int, int | None], ...]
-    """Half-open layer spans, one a stage, in order; an end of None means all the rest."""
+    layout: Layout
+    """To begin with."""
     load_timeout_s: float
     step_timeout_s: float
     link: str = "tcp"
     ring: Callable[[], tuple[str, ...]] | None = None
     """Where the link is mx.distributed's: "host:port" for every stage, new ones for every group."""
-    memory_shares: tuple[float, ...] | None = None
-    """Each stage's part of its machine's GPU limits; None: equal parts of one machine."""
     cache: CacheSpec | None = None
     """Where stages keep what they computed; None: nowhere."""
     kv_bits: int | None = None
@@ -55,11 +61,14 @@ class Pipeline:
         self.fresh: list[int] = []
         """Stages that were started anew since somebody looked."""
         self.stages: list[StageClient] = []
+        self.layout = spec.layout
         self._place = place
         self._read: list[tuple[int, int]] = []
         self._ring: tuple[str, ...] = ()
         self._started: list[StageClient] = []
         """Every stage that may have a process, in whatever state it is."""
+        self.load_s = 0.0
+        """What the slowest load of the last rebuild took."""
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -87,15 +96,15 @@ class Pipeline:
         """Whether a stage has states that are right only where a forward ended."""
         return any(stage.loaded is not None and stage.loaded.recurrent for stage in self.stages)
 
-    async def open(self, epoch: Epoch, progress: Callable[[int, int], None]) -> None:
+    async def open(self, epoch: Epoch, progress: LoadProgress) -> None:
         """Start and load every stage side by side, then begin the first epoch.
 
         Raises Refused as a stage says, StageLost; whatever was started is ended again.
         """
         try:
-            self._read = [(0, 0)] * len(self.spec.spans)
             self._ring = self.spec.ring() if self.spec.ring is not None else ()
-            self.stages = await _all(self._start(i, progress) for i in range(len(self.spec.spans)))
+            self._read = [(0, 0)] * len(self.layout.parts)
+            self.stages = await _all(self._start(i, progress) for i in range(len(self.layout.parts)))
             await self._begin(epoch)
         except BaseException:
             await self.close()
@@ -115,23 +124,39 @@ class Pipeline:
                 failures.append(event)
         return failures
 
-    async def rebuild(self, epoch: Epoch) -> None:
-        """After a roll call: start the dead stages again, keep the others' weights, begin `epoch`.
+    async def bury(self) -> None:
+        """End what is lost: it may be frozen, and have the memory that another one needs."""
+        await _all(self._end(stage) for stage in list(self._started) if stage.lost is not None)
 
-        Raises StageLost when another one goes meanwhile.
+    async def rebuild(self, epoch: Epoch, layout: Layout, progress: LoadProgress = untold) -> None:
+        """After a roll call: what `layout` asks for, with the weights that living stages have of it, in a
+        new epoch. Where it is the layout of before, only dead stages are started again.
+
+        Raises StageLost when another one goes meanwhile, Refused as a stage says.
         """
-        dead = [stage for stage in self.stages if stage.lost is not None]
+        like_before = layout.runs_like(self.layout)
+        self.layout = layout
+        self.load_s = 0.0
+        self._read = [(0, 0)] * len(layout.parts)
+        living = {stage.seat: stage for stage in self._started if stage.lost is None}
         if self.spec.ring is not None:
-            dead = list(self.stages)  # a group of mx.distributed cannot be joined twice
+            living = {}  # a group of mx.distributed cannot be joined twice
             self._ring = self.spec.ring()
-        await _all(self._end(stage) for stage in dead)
-        # Their RAM is empty; what is still queued of them is about the processes before.
-        gone = {stage.index for stage in dead}
-        self.fresh += gone
-        self.kept = deque(kept for kept in self.kept if kept.stage not in gone)
-        fresh = await _all(self._start(stage.index, lambda done, total: None) for stage in dead)
-        for stage in fresh:
-            self.stages[stage.index] = stage
+        stay = [living.get(seat) for seat in layout.seats]
+        # Those that nobody buried yet, and those that have no part in it any more.
+        await _all(self._end(stage) for stage in list(self._started) if stage not in stay)
+        if like_before:
+            # The RAM of new ones is empty; what is still queued of those before is of no use.
+            fresh = {index for index, stage in enumerate(stay) if stage is None}
+            self.kept = deque(kept for kept in self.kept if kept.stage not in fresh)
+            self.fresh += fresh
+        else:
+            self.kept.clear()
+            self.fresh.clear()
+        self.stages = await _all_to_the_end(
+            self._start(index, progress) if stage is None else self._keep(index, stage, like_before, progress)
+            for index, stage in enumerate(stay)
+        )
         await self._begin(epoch)
         while not self.events.empty():  # of epochs that are over; a loss since then shows in `lost`
             self.events.get_nowait()
@@ -172,37 +197,57 @@ class Pipeline:
 
     async def _end(self, stage: StageClient) -> None:
         await stage.close(within_s=0.0)
-        self._started.remove(stage)
+        if stage in self._started:
+            self._started.remove(stage)
 
-    async def _start(self, index: int, progress: Callable[[int, int], None]) -> StageClient:
-        process = await self._place(index)
-        client = StageClient(index, process, self._take)
+    async def _start(self, index: int, progress: LoadProgress) -> StageClient:
+        part = self.layout.parts[index]
+        process = await self._place(index, part.node)
+        client = StageClient(index, self.layout.seats[index], process, self._take)
         self._started.append(client)
-        start, end = self.spec.spans[index]
-        shares = self.spec.memory_shares or (1.0 / len(self.spec.spans),) * len(self.spec.spans)
+        try:
+            await self._load(client, progress)
+        except BaseException:
+            await self._end(client)
+            raise
+        return client
+
+    async def _keep(
+        self, index: int, client: StageClient, like_before: bool, progress: LoadProgress
+    ) -> StageClient:
+        client.index = index
+        if not like_before or client.loaded is None:
+            await self._load(client, progress)
+        return client
+
+    async def _load(self, client: StageClient, progress: LoadProgress) -> None:
+        index, part = client.index, self.layout.parts[client.index]
 
         def told(done: int, total: int) -> None:
             self._read[index] = (done, total)
             progress(sum(d for d, _ in self._read), sum(t for _, t in self._read))
 
         load = Load(
-            folder=str(self.spec.folder),
-            start=start,
-            end=end,
-            listen_host=process.host,
-            memory_share=shares[index],
+            folder=str(part.folder or self.spec.folder),
+            start=part.start,
+            end=part.end,
+            listen_host=client.process.host,
+            memory_share=part.memory_share,
             ring=self._ring,
             rank=index,
             backend=self.spec.link,
-            cache=self.spec.cache,
+            cache=self._cache(part),
             kv_bits=self.spec.kv_bits,
         )
-        try:
-            await client.load(load, told, self.spec.load_timeout_s)
-        except BaseException:
-            await self._end(client)
-            raise
-        return client
+        started = time.monotonic()
+        await client.load(load, told, self.spec.load_timeout_s)
+        self.load_s = max(self.load_s, time.monotonic() - started)
+
+    def _cache(self, part: Part) -> CacheSpec | None:
+        cache = self.spec.cache
+        if cache is None or cache.folder is None or not part.cache_folder:
+            return cache
+        return msgspec.structs.replace(cache, folder=part.cache_folder)
 
     async def _begin(self, epoch: Epoch) -> None:
         """All at once: each connects to the one behind it, the last to the first, and is connected to."""
@@ -240,3 +285,13 @@ async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _all_to_the_end(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Side by side; the first error is raised when all have ended. What was asked of a living stage is
+    waited for: it would answer all the same, and that be taken for the answer to the next question."""
+    done = await asyncio.gather(*awaitables, return_exceptions=True)
+    for one in done:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in done if not isinstance(one, BaseException)]

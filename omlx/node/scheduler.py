@@ -26,8 +26,6 @@ from omlx.node.sequence import Request, Sequence, Token
 from omlx.node.step import Cut, Keep, Restore, Slice, StepPlan, StepResult
 
 FIRST_EPOCH = Epoch(0)
-
-
 MOST_SUSPECTED = 3
 FETCHED_AHEAD = 4
 """Waiting requests whose prefixes are read from the SSD already."""
@@ -190,6 +188,11 @@ class Scheduler:
         for sequence in (*self.running.values(), *self.waiting):
             self._restart(sequence)
         self.prefixes.rewind()
+
+    def shrink(self) -> list[SeqId]:
+        """After the capacity has become less: answers end earlier; returns who has too much already."""
+        everybody = (*self.running.values(), *self.waiting)
+        return [one.id for one in everybody if not one.shrink(self.limits.capacity_tokens)]
 
     def check(self) -> None:
         """Recount everything; AssertionError where the books do not agree. For tests."""

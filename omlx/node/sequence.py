@@ -1,7 +1,7 @@
 """One sequence as the head knows it: tokens known, issued and computed."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from omlx.ids import BlockId, SeqId
@@ -24,6 +24,11 @@ class Request:
     max_tokens: int
     stop_tokens: frozenset[int]
     """Drawing one of these ends the sequence with Finish.STOP."""
+
+    def within(self, capacity_tokens: int) -> "Request | None":
+        """This request, its answer no longer than memory for so many tokens allows; None: not even one."""
+        most = capacity_tokens - len(self.prompt)
+        return None if most < 1 else replace(self, max_tokens=min(self.max_tokens, most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,14 @@ class Sequence:
     @property
     def answer(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.request.prompt) :])
+
+    def shrink(self, capacity_tokens: int) -> bool:
+        """End the answer where the memory ends; False where it is there already."""
+        fitting = self.request.within(capacity_tokens)
+        if fitting is None or self.known >= capacity_tokens:
+            return False
+        self.request = fitting
+        return True
 
     def admit(self) -> Admit:
         """What its last stage has to know of it."""

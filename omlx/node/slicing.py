@@ -129,6 +129,8 @@ class Cut:
     """An empty cache for every cache slot of the whole model."""
     slots: list[int]
     """The layer that owns each cache slot, as some families have layers without one; empty when uncut."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    """What was read of the span, as the loader notes it."""
     _kinds: list[Any] = field(default_factory=list)
 
     @property

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
 
@@ -38,7 +39,7 @@ class Store:
         """`places`: numbers of the stage's caches among those of the whole model. Raises OSError."""
         self.block_tokens = spec.block_tokens
         self._spec = spec
-        self._tell = tell
+        self._told = tell
         self._places = tuple(places)
         self._hot: dict[BlockId, Slab] = {}
         self._lock = threading.Lock()
@@ -47,14 +48,28 @@ class Store:
         """What the SSD has."""
         self._takes_again_at = 0.0
         """Until then the SSD is taken for full, on time.monotonic."""
-        self._reads: Queue[Fetch] = Queue(WAITING)
-        self._writes: Queue[Spill | Purge] = Queue(WAITING)
+        self._reads: Queue[Fetch | None] = Queue(WAITING)
+        self._writes: Queue[Spill | Purge | None] = Queue(WAITING)
+        """None wakes a thread that is to end."""
+        self._closed = False
+        self._telling = threading.Lock()
         self._shelf = None
-        if spec.folder is not None:
+        self._folder = None if spec.folder is None else Path(spec.folder).expanduser()
+        if self._folder is not None:
             span = (min(places), max(places) + 1) if places else (0, 0)
-            self._shelf = Shelf.open(Path(spec.folder), spec.root, *span)
+            self._shelf = Shelf.open(self._folder, spec.root, *span)
             for name, work in (("ssd-reader", self._read), ("ssd-writer", self._write)):
                 threading.Thread(target=work, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Nothing is told from now on, and the threads end when their disk lets them."""
+        with self._telling:
+            self._closed = True
+        with self._lock:
+            self._hot.clear()
+        for queue in (self._reads, self._writes):
+            with suppress(Full):  # who is busy looks up before it takes the next one
+                queue.put_nowait(None)
 
     def tell_catalogue(self) -> None:
         """What the SSD has of this stage's layers."""
@@ -91,6 +106,11 @@ class Store:
                 self._hot.pop(held.id, None)
             self._tell(Holds("hot", gone, evicted=True))
 
+    def _tell(self, message: Holds | Catalogue) -> None:
+        with self._telling:
+            if not self._closed:
+                self._told(message)
+
     # ---------------------------------------------------------------- the socket thread
 
     def ask(self, message: Fetch | Spill | Purge) -> None:
@@ -124,8 +144,8 @@ class Store:
     # ---------------------------------------------------------------- the reader
 
     def _read(self) -> None:
-        while True:
-            for id in self._reads.get().blocks:
+        while (asked := self._reads.get()) is not None and not self._closed:
+            for id in asked.blocks:
                 started = time.monotonic()
                 slab = self.take(id)
                 read = slab is None
@@ -154,8 +174,8 @@ class Store:
 
     def _write(self) -> None:
         assert self._shelf is not None
-        while True:
-            match self._writes.get():
+        while (asked := self._writes.get()) is not None and not self._closed:
+            match asked:
                 case Spill(entries):
                     for entry in entries:
                         self._store(entry)
@@ -188,13 +208,13 @@ class Store:
             line = self._shelf.store(label, to_tensors(slab.pieces))
         except OSError as error:
             self._takes_again_at = time.monotonic() + ROOM_AGAIN_S
-            log.warning("the SSD takes no blocks for a while", folder=self._spec.folder, why=str(error))
+            log.warning("the SSD takes no blocks for a while", folder=str(self._folder), why=str(error))
             return
         self._restorable[entry.id] = line.restorable
 
     def _check_room(self, bytes: int) -> None:
-        assert self._spec.folder is not None
-        free = shutil.disk_usage(self._spec.folder).free
+        assert self._folder is not None
+        free = shutil.disk_usage(self._folder).free
         if free - bytes < self._spec.floor_bytes:
             raise OSError(f"{free} bytes are free, of which {self._spec.floor_bytes} must stay")
 

@@ -252,6 +252,10 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
     number: int
     peak_rss_bytes: int
+    held_bytes: int
+    """By MLX's arrays, those that it keeps for later included."""
+    free_bytes: int
+    """Of its machine: what could be taken without swapping."""
 
 
 ToStage = Load | Begin | Step | Ping | Fetch | Spill | Purge | Leave

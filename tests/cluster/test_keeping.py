@@ -14,6 +14,7 @@ from omlx.cache.folder import Folder, usage
 from omlx.cache.shelf import Shelf
 from omlx.cluster import keeping as keeping_module
 from omlx.cluster.keeping import Keeping, keeping
+from omlx.cluster.local_site import share_out
 from omlx.cluster.planner import NodeBudget, ShardPlan, Span, StagePlan
 from omlx.errors import BadSetting
 from omlx.ids import BlockId, ModelId
@@ -61,7 +62,7 @@ def until(done: object, within_s: float = 10.0) -> None:
 def test_with_no_cache_nothing_is_kept_and_no_folder_is_made(tmp_path: Path) -> None:
     with opened(tmp_path / "cache", cache=False) as kept:
         assert not kept.on and kept.folder is None
-        assert kept.hot_bytes(1) == 0
+        assert kept.hot_bytes(1, CEILING) == 0
         assert kept.identify(ModelId("one"), tmp_path / "no-such-model") is None
         kept.loaded(root_of({"model": "one"}), lambda: 10**12)
         assert kept.over() == 0
@@ -71,7 +72,7 @@ def test_with_no_cache_nothing_is_kept_and_no_folder_is_made(tmp_path: Path) -> 
 def test_without_an_ssd_blocks_are_kept_in_memory_alone(tmp_path: Path) -> None:
     with opened(tmp_path / "cache", paged_ssd_cache_max_size="0") as kept:
         assert kept.on and kept.folder is None
-        assert kept.hold(plan(1), 100).cold is False
+        assert kept.hold((100,)).cold is False
         assert kept.over() == 0
     assert not (tmp_path / "cache").exists()
 
@@ -87,19 +88,18 @@ def test_a_small_share_of_the_volume_is_not_nothing(tmp_path: Path, share: str) 
 
 def test_memory_is_dealt_to_models_and_to_stages_by_their_keys_and_values(tmp_path: Path) -> None:
     with opened(tmp_path, hot_cache_max_size="20%", cache_block_tokens=64, cache_snapshot_tokens=128) as kept:
-        assert kept.hot_bytes(1) == CEILING // 5 and kept.hot_bytes(4) == CEILING // 20
-        hold = kept.hold(plan(100, 300), 4 * 10**8)
+        assert kept.hot_bytes(1, CEILING) == CEILING // 5 and kept.hot_bytes(4, CEILING) == CEILING // 20
+        hold = kept.hold(share_out(4 * 10**8, plan(100, 300)))
         assert hold.hot_bytes == (10**8, 3 * 10**8)
         assert (hold.block_tokens, hold.snapshot_tokens) == (64, 128)
         assert hold.cold
 
 
-def test_a_stage_without_keys_and_values_is_never_full(tmp_path: Path) -> None:
+def test_a_stage_without_keys_and_values_is_never_full() -> None:
     """It counts a byte for each block, and with a budget of 0 all stages gave up everything at once."""
-    with opened(tmp_path) as kept:
-        assert kept.hold(plan(0, 300), 10**8).hot_bytes == (2**20, 10**8)
-        assert kept.hold(plan(0, 300), 0).hot_bytes == (0, 0)
-        assert kept.hold(plan(0), 10**8).hot_bytes == (2**20,)
+    assert share_out(10**8, plan(0, 300)) == (2**20, 10**8)
+    assert share_out(0, plan(0, 300)) == (0, 0)
+    assert share_out(10**8, plan(0)) == (2**20,)
 
 
 def test_a_folder_is_one_servers_at_a_time_and_free_again_afterwards(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_a_spare_is_taken_before_a_new_one_is_started_and_only_once() -> None:
     async def walk() -> None:
         spare = start_child(LEAVER)
         spares = [spare]
-        first = await place_from(spares)(0)
+        first = await place_from(spares)(0, "")
         assert first.pid == spare.process.pid
         assert spares == []
         await first.end(within_s=30)
@@ -32,7 +32,7 @@ def test_a_spare_that_nobody_took_is_ended() -> None:
 
 def test_a_child_that_does_not_leave_is_killed_and_one_that_leaves_is_not() -> None:
     async def code(command: tuple[str, ...], within_s: float) -> int | None:
-        actor = await place_local(0, command)
+        actor = await place_local(0, command=command)
         await actor.end(within_s)
         actor.writer.close()
         code: int | None = actor.process.returncode  # type: ignore[attr-defined]

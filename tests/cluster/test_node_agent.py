@@ -209,3 +209,19 @@ def test_a_machine_in_no_cluster_needs_no_cryptography_and_no_mlx_to_announce_it
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_what_goes_wrong_beside_the_announcing_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(home: Path, ended: asyncio.Event) -> None:
+        raise ValueError(f"a mistake of ours about {home}, {ended}")
+
+    async def talk(browser: Browser, node: Node) -> None:
+        await heard(browser, node, lambda event: isinstance(event, Seen))
+
+    monkeypatch.setattr(node_agent, "keep_ray", broken)
+    with capture_logs() as logs:
+        run_beside(tmp_path, talk)
+    (line,) = [line for line in logs if line["log_level"] == "error"]
+    assert isinstance(line["exc_info"], ValueError)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from omlx.cluster.order_search import bound, in_order, search_orders
 from omlx.cluster.placement import Objective, solve
 from omlx.cluster.span_search import NEVER, SLOWEST, SUM, Found, Measure, Problem, search
+from tests.cluster.planning import large
 
 
 @st.composite
@@ -125,24 +126,6 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert first is not None and {b - a for _, a, b in first.found.stages} == {1}
     one = solve(problem, "single")
     assert one is not None and one.found == Found(((0, 0, 4),))
-
-
-def large(shape: str) -> Problem:
-    """64 nodes, 128 layers."""
-    rng = np.random.default_rng(7)
-    kinds = {"alike": 1, "two classes": 2, "seven classes": 7, "all different": 64}[shape]
-    counts = [64 // kinds + (1 if index < 64 % kinds else 0) for index in range(kinds)]
-    work = np.concatenate([[0], np.cumsum(100 + 50 * (np.arange(128) % 4))])
-    spans = np.empty((kinds, 129, 129), np.int64)
-    for index in range(kinds):
-        slowness, room = int(rng.integers(2000, 9000)), int(rng.integers(300, 3000))
-        size = work[None, :] - work[:, None]
-        spans[index] = np.where(size <= room, size * slowness, NEVER)
-        spans[index][:, -1] += 300 * slowness
-    spans[:, np.tri(129, dtype=bool)] = NEVER
-    spans = np.minimum(spans, NEVER)
-    links = np.full((kinds, kinds), 300_000, np.int64)
-    return Problem(tuple(counts), spans, links, links // 10, links)
 
 
 @pytest.mark.parametrize("objective", ["throughput", "single"])

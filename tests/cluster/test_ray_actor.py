@@ -20,7 +20,7 @@ from omlx.cluster.ray_driver import RayDriver
 from omlx.cluster.ray_messages import RayNode
 from omlx.cluster.ray_processes import RaySession, start_head, start_worker
 from omlx.cluster.recorded_process import RecordedProcess
-from omlx.cluster.remote_actor import RayPlacement, Seat
+from omlx.cluster.remote_actor import RayPlacement
 from omlx.errors import RayFailed
 from omlx.node.engine import Engine
 from tests.cluster.certified import comes_true, members, own_address
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 Tiny = Callable[[str], Path]
 WANTED = request([(3 * i) % 700 + 20 for i in range(40)], max_tokens=60)
 HERE = own_address()
-SEATS = (Seat("head", HERE), Seat("b", HERE))
+NODES = ("head", "b")
 
 
 @dataclass
@@ -92,8 +92,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, foreign: list[psutil.Proce
 async def running(folder: Path, cluster: Cluster) -> AsyncIterator[tuple[Engine, RayDriver]]:
     driver = RayDriver(cluster.head)
     try:
-        place = RayPlacement(driver, cluster.nodes["head"], SEATS)
-        async with engine(folder, 2, place=place) as (opened, _):
+        place = RayPlacement(driver, cluster.nodes["head"], lambda node: HERE)
+        async with engine(folder, 2, place=place, nodes=NODES) as (opened, _):
             yield opened, driver
     finally:
         await driver.close()

@@ -16,19 +16,20 @@ from omlx.cluster.membership import Member
 from omlx.cluster.ray_driver import RayDriver
 from omlx.cluster.ray_messages import RayNode
 from omlx.cluster.ray_processes import RaySession
-from omlx.cluster.remote_actor import RayPlacement, Seat
+from omlx.cluster.remote_actor import RayPlacement
 from omlx.errors import Closed, RayFailed, StageLost
 from omlx.ids import Epoch
 from omlx.node.engine import Engine
+from omlx.node.layout import here
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
 from tests.cluster.certified import HERE, comes_true, members
-from tests.walk.engines import answer, compare, engine, request, uneven
+from tests.walk.engines import answer, compare, engine, on, request, uneven
 
 Tiny = Callable[[str], Path]
 SCRIPT = Path(__file__).with_name("scripted_driver.py")
 ROOT = Path(__file__).parent.parent.parent
-HERE_AND_THERE = (Seat("head", HERE), Seat("b", HERE))
+HERE_AND_THERE = ("head", "b")
 WANTED = request([(3 * i) % 700 + 20 for i in range(40)], max_tokens=60)
 
 
@@ -51,6 +52,10 @@ def driving(nodes: dict[str, Member], tmp_path: Path, monkeypatch: pytest.Monkey
     return make
 
 
+def placing(driver: RayDriver, member: Member) -> RayPlacement:
+    return RayPlacement(driver, member, lambda node: HERE)
+
+
 @asynccontextmanager
 async def closing(driver: RayDriver) -> AsyncIterator[RayDriver]:
     try:
@@ -63,8 +68,8 @@ async def closing(driver: RayDriver) -> AsyncIterator[RayDriver]:
 async def two_stages(
     folder: Path, driver: RayDriver, member: Member
 ) -> AsyncIterator[tuple[Engine, RayPlacement]]:
-    place = RayPlacement(driver, member, HERE_AND_THERE)
-    async with closing(driver), engine(folder, 2, place=place) as (opened, _):
+    place = placing(driver, member)
+    async with closing(driver), engine(folder, 2, place=place, nodes=HERE_AND_THERE) as (opened, _):
         yield opened, place
 
 
@@ -148,7 +153,7 @@ def test_a_stage_that_the_head_does_not_want_any_more_ends_even_without_a_driver
 ) -> None:
     async def walk() -> None:
         async with closing(driving()) as driver:
-            actor = await RayPlacement(driver, nodes["head"], HERE_AND_THERE)(1)
+            actor = await placing(driver, nodes["head"])(1, "b")
             await driver.close()
             await actor.end(0.0)
             await true_soon(lambda: not psutil.pid_exists(actor.pid))
@@ -167,7 +172,7 @@ def test_another_node_in_the_place_of_the_one_that_was_meant_is_not_spoken_to(
     async def walk() -> None:
         async with closing(driving(node="c")) as driver:
             with pytest.raises(StageLost, match=r"stage 1 .* node b: .*it is node 'c', not 'b'"):
-                await RayPlacement(driver, nodes["head"], HERE_AND_THERE)(1)
+                await placing(driver, nodes["head"])(1, "b")
 
     asyncio.run(walk())
 
@@ -189,7 +194,7 @@ def test_what_is_wrong_with_the_driver_is_one_sentence_of_the_call(
             with pytest.raises(RayFailed, match=why):
                 await driver.nodes()
             with pytest.raises(StageLost, match=f"stage 1 cannot be placed on node b: .*{why}"):
-                await RayPlacement(driver, nodes["head"], HERE_AND_THERE)(1)
+                await placing(driver, nodes["head"])(1, "b")
 
     asyncio.run(walk())
 
@@ -236,17 +241,17 @@ def test_a_neighbours_link_is_refused_to_another_node_that_knows_the_secret(
     monkeypatch.setattr("omlx.node.pipeline.JOIN_WITHIN_S", 1.0)
 
     class Renamed(RayPlacement):
-        async def _place_here(self, index: int, seat: Seat) -> object:
-            actor = await super()._place_here(index, seat)
+        async def _place_here(self, index: int, address: str) -> object:
+            actor = await super()._place_here(index, address)
             actor.node = "c"
             return actor
 
     async def walk() -> None:
         folder = tiny("tiny-llama")
-        spans = uneven(read_manifest(folder).num_layers, 2)
-        spec = PipelineSpec(folder, spans, load_timeout_s=30, step_timeout_s=1)
+        layout = on(HERE_AND_THERE, here(uneven(read_manifest(folder).num_layers, 2)))
+        spec = PipelineSpec(folder, layout, load_timeout_s=30, step_timeout_s=1)
         async with closing(driving()) as driver:
-            pipeline = Pipeline(spec, Renamed(driver, nodes["head"], HERE_AND_THERE))
+            pipeline = Pipeline(spec, Renamed(driver, nodes["head"], lambda node: HERE))
             with pytest.raises(StageLost, match="did not connect"):
                 await pipeline.open(Epoch(0), lambda done, total: None)
 

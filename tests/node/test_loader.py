@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from omlx.node import loader
-from omlx.node.loader import load_span
+from omlx.node.loader import held_weights, load_span
 from tests.models.tiny import FAMILIES
 
 Tiny = Callable[[str], Path]
@@ -143,3 +143,33 @@ def test_what_was_read_before_it_was_turned_is_given_back(smollm2: Path) -> None
     assert mx.get_active_memory() - before < 1.06 * sum(sizes)
     assert mx.get_peak_memory() - before < 1.06 * sum(sizes) + max(sizes)
     assert mx.get_cache_memory() == 0
+
+
+SPANS = [((0, 2), (0, 4)), ((0, 2), (1, 4)), ((2, 4), (0, 4)), ((0, 4), (1, 2)), ((1, 3), (1, 3))]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied", "tiny-gpt-oss", "tiny-qwen3-next"])
+@pytest.mark.parametrize(("first", "second"), SPANS)
+def test_a_span_beside_another_reads_only_what_is_missing_and_is_the_same(
+    name: str, first: tuple[int, int], second: tuple[int, int], tiny: Tiny
+) -> None:
+    folder = tiny(name)
+    read: list[int] = []
+    held = held_weights(load_span(folder, *first, silent))
+    had = set(held)
+    cut = load_span(folder, *second, lambda done, total: read.append(done), held=held)
+    assert not held, "what nobody needs is freed"
+    plain = load_span(folder, *second, silent)
+    wanted, found = parameters(plain.model), parameters(cut.model)
+    assert wanted.keys() == found.keys() and set(cut.weights) == set(plain.weights)
+    assert turned(cut.model) == turned(plain.model)
+    for path, array in wanted.items():
+        assert mx.array_equal(array, found[path]).item(), path
+    missing = sum(weight.array.nbytes for path, weight in plain.weights.items() if path not in had)
+    # An embedding that is looked up is filed otherwise than one that is multiplied by.
+    moved = sum(
+        weight.array.nbytes
+        for path, weight in plain.weights.items()
+        if path in had and "embed" in path and first[0] == 0 and first[1] < 4
+    )
+    assert missing <= max(read, default=0) <= missing + moved

@@ -13,6 +13,7 @@ from omlx.cluster.local_actor import place_local
 from omlx.ids import Epoch, ModelId, PlanId, SeqId
 from omlx.node import timeline as timeline_module
 from omlx.node.engine import Engine
+from omlx.node.layout import here
 from omlx.node.manifest import read_manifest
 from omlx.node.meters import Meters
 from omlx.node.pipeline import Pipeline, PipelineSpec
@@ -169,7 +170,7 @@ async def test_real_stages_show_every_plan_in_the_order_of_its_work(
 ) -> None:
     folder = tiny("tiny-llama")
     layers = read_manifest(folder).num_layers
-    spec = PipelineSpec(folder, uneven(layers, STAGES), load_timeout_s=120, step_timeout_s=120)
+    spec = PipelineSpec(folder, here(uneven(layers, STAGES)), load_timeout_s=120, step_timeout_s=120)
     scheduler = Scheduler(replace(LIMITS, stages=STAGES))
     engine = Engine(
         ModelId("tiny"), scheduler, Pipeline(spec, place_local), Timeline(tmp_path / "model.json")

@@ -16,7 +16,8 @@ from omlx.cluster.keeping import kv_format
 from omlx.cluster.local_actor import free_ring, place_local
 from omlx.ids import ModelId
 from omlx.node.client import Placement
-from omlx.node.engine import Engine
+from omlx.node.engine import Engine, Relayout, as_before
+from omlx.node.layout import Layout, here
 from omlx.node.limits import Limits
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
@@ -58,6 +59,14 @@ def uneven(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(starts, [*starts[1:], layers], strict=True))
 
 
+def on(nodes: Sequence[str], layout: Layout) -> Layout:
+    """The same parts on these nodes; none: on those they had."""
+    if not nodes:
+        return layout
+    parts = tuple(replace(part, node=node) for part, node in zip(layout.parts, nodes, strict=True))
+    return replace(layout, parts=parts)
+
+
 @asynccontextmanager
 async def engine(  # noqa: PLR0913 (what tests vary)
     folder: Path,
@@ -67,11 +76,13 @@ async def engine(  # noqa: PLR0913 (what tests vary)
     place: Placement = place_local,
     kept: Kept | None = None,
     kv_bits: int | None = None,
+    nodes: Sequence[str] = (),
+    relayout: Relayout = as_before,
 ) -> AsyncIterator[tuple[Engine, Scheduler]]:
     """An open engine, and its scheduler for a test that changes the limits between requests."""
     spec = PipelineSpec(
         folder=folder,
-        spans=uneven(read_manifest(folder).num_layers, stages),
+        layout=on(nodes, here(uneven(read_manifest(folder).num_layers, stages))),
         load_timeout_s=120,
         step_timeout_s=120,
         link=link,
@@ -81,7 +92,7 @@ async def engine(  # noqa: PLR0913 (what tests vary)
     )
     scheduler = Scheduler(replace(limits, stages=stages))
     hold = kept.hold(stages) if kept is not None else None
-    opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place), hold=hold)
+    opened = Engine(ModelId(folder.name), scheduler, Pipeline(spec, place), hold=hold, relayout=relayout)
     await opened.open(lambda done, total: None)
     try:
         yield opened, scheduler

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from omlx.node import prefixes as prefixes_module
-from omlx.node.engine import Engine, Stream
+from omlx.node.engine import Engine
 from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Sequence as Known
+from omlx.node.stream import Stream
 from tests.walk.cached import (
     BLOCK,
     FEW,

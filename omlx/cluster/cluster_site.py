@@ -1,0 +1,313 @@
+"""Several machines: stages on the nodes that a plan chooses, and chooses again when one is lost."""
+
+import asyncio
+import platform
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+import structlog
+
+from omlx.cluster.candidate import Candidate
+from omlx.cluster.choice import Choice, choose
+from omlx.cluster.fleet import Fleet, Machine, fleet_of
+from omlx.cluster.headroom import Headroom, MemorySample, begin, follow
+from omlx.cluster.keeping import Keeping
+from omlx.cluster.liveness import who_answers
+from omlx.cluster.machine import memory_available_bytes
+from omlx.cluster.measure import Measures
+from omlx.cluster.membership import Member
+from omlx.cluster.node_identity import chip
+from omlx.cluster.placement import Demand, Placement
+from omlx.cluster.planner import Span
+from omlx.cluster.private_files import CLUSTER_FOLDER
+from omlx.cluster.rates import Links, rates_by_chip
+from omlx.cluster.ray_site import RaySite, open_ray_site
+from omlx.cluster.rebalance import MoveCosts, Proposal, propose
+from omlx.cluster.remote_actor import RayPlacement
+from omlx.cluster.remote_script import access_of
+from omlx.cluster.shard_map import NodeState, NodeView
+from omlx.cluster.site import Need, layout_of
+from omlx.cluster.trust import open_trust
+from omlx.cluster.weights import provide
+from omlx.errors import BadSetting, DoesNotFit, NodesAway, OmlxError, SshFailed, StageLost
+from omlx.node.client import StageProcess
+from omlx.node.layout import Layout, Part
+from omlx.settings import Settings
+
+log = structlog.get_logger()
+
+GATHER_WITHIN_S = 30.0
+"""How long the first plan waits for nodes that answer and are not in Ray yet."""
+CACHE_THERE = "~/.omlx/cache"
+"""Of another machine's SSD."""
+TELL_EVERY_S = 5.0
+MANY = 8
+"""A plan for throughput counts with so many sequences, which share the memory of one long one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a plan is made of."""
+
+    fleet: Fleet
+    candidates: list[Candidate]
+    links: Links
+    hot_bytes: Mapping[str, int]
+    """By node id: set aside for what is kept."""
+
+
+class Unfurnished(OmlxError):
+    """A node cannot be given weights."""
+
+    def __init__(self, message: str, node: str) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+@dataclass(slots=True)
+class _Told:
+    """Of a copy, every few seconds."""
+
+    model: str
+    node: str
+    last: float = field(default_factory=time.monotonic)
+
+    def progress(self, done: int, total: int) -> None:
+        if (now := time.monotonic()) - self.last >= TELL_EVERY_S:
+            self.last = now
+            log.info("weights are copied", model=self.model, node=self.node, done=done, total=total)
+
+
+@dataclass(slots=True)
+class ClusterSite:
+    """Implements Site. Owned by the server; `rays` says which nodes are there."""
+
+    settings: Settings
+    keeping: Keeping
+    here: Machine
+    """Its budget is what models may have of this machine at most."""
+    member: Member
+    rays: RaySite
+    available_bytes: Callable[[], int]
+    measures: Measures = field(default_factory=Measures)
+    """By the machines' names."""
+    _placement: RayPlacement = field(init=False)
+    _headroom: dict[str, Headroom] = field(default_factory=dict)
+    _folders: dict[tuple[str, Path, Span | None], Path] = field(default_factory=dict)
+    """What nodes have, as seen since this server started: node, model and layers (None: all)."""
+
+    def __post_init__(self) -> None:
+        self._placement = RayPlacement(self.rays.driver, self.member, self._address_of)
+
+    # ---------------------------------------------------------------- Site
+
+    async def place(self, index: int, node: str) -> StageProcess:
+        try:
+            return await self._placement(index, node)
+        except StageLost:
+            self.rays.doubt(node)
+            raise
+
+    async def layout(self, need: Need) -> Layout:
+        """Raises DoesNotFit."""
+        await self.rays.gathered(GATHER_WITHIN_S)
+        answering = await who_answers(self.rays.members) | {self.here.node_id}
+        return await self._planned(need, self.usable() & answering)
+
+    async def again(self, need: Need, before: Layout, lost: frozenset[str]) -> Layout:
+        """On the same nodes where all of them answer, else by another plan. Raises NodesAway."""
+        answering = await who_answers(self.rays.members)
+        there = (self.usable() & answering) | (before.nodes - lost) | {self.here.node_id}
+        there |= {node for node in lost if node in answering and not self.rays.doubts(node)}
+        if before.nodes <= there:
+            return before
+        away = ", ".join(sorted(self.name(node) for node in before.nodes - there))
+        try:
+            return await self._planned(need, there)
+        except DoesNotFit as error:
+            raise NodesAway(
+                f"{need.model}: {away} is away, and the other machines cannot hold the model; it comes back "
+                f"by itself when one returns ({error})"
+            ) from error
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        return tuple(self._view(one) for one in self.fleet().machines)
+
+    # ---------------------------------------------------------------- plans
+
+    def usable(self) -> frozenset[str]:
+        """Nodes that may get stages at this moment."""
+        return self.rays.usable | {self.here.node_id}
+
+    def fleet(self) -> Fleet:
+        """With what each gives by its role, or less where others need it now."""
+        fleet = fleet_of(self.here, self.rays.members, self.settings.nodes)
+        return replace(fleet, machines=tuple(self._bearing(one) for one in fleet.machines))
+
+    def _bearing(self, one: Machine) -> Machine:
+        known = self._headroom.get(one.node_id)
+        return one if known is None else replace(one, budget_bytes=min(one.budget_bytes, known.budget_bytes))
+
+    def heard(self, node: str, held_bytes: int, free_bytes: int) -> bool:
+        """How much memory of a node is free beside our stages; whether it gives more or less now."""
+        given = fleet_of(self.here, self.rays.members, self.settings.nodes).find(node)
+        if given is None:
+            return False
+        sample = MemorySample(time.monotonic(), free_bytes, held_bytes)
+        before = self._headroom.get(node)
+        if before is None or before.role_bytes != given.budget_bytes:
+            self._headroom[node] = begin(given.budget_bytes, sample)
+            return False
+        self._headroom[node] = follow(before, sample)
+        return self._headroom[node].budget_bytes != before.budget_bytes
+
+    async def _planned(self, need: Need, among: frozenset[str]) -> Layout:
+        """By a plan whose nodes have the weights; who cannot get them is left out of the next one."""
+        while True:
+            layout = await self._best(need, among)
+            try:
+                return await self.furnish(need, layout)
+            except Unfurnished as error:
+                log.warning("a node has no weights", model=need.model, why=str(error))
+                self.rays.doubt(error.node)
+                among -= {error.node}
+
+    async def _best(self, need: Need, among: frozenset[str]) -> Layout:
+        offer = self._offer(need, among)
+        try:
+            choice = await self._chosen(need, offer)
+        except DoesNotFit:
+            offer = self._offer(need, among, with_hot=False)
+            choice = await self._chosen(need, offer)
+            log.warning("no memory is left for the hot tier", model=need.model)
+        return self._as_layout(need, offer, choice.placement)
+
+    async def furnish(self, need: Need, layout: Layout) -> Layout:
+        """The same, with each node's own folder of the model once that has what its part reads.
+
+        Raises Unfurnished.
+        """
+        parts = await asyncio.gather(*(self._furnished(need, part) for part in layout.parts))
+        return replace(layout, parts=tuple(parts))
+
+    async def _furnished(self, need: Need, part: Part) -> Part:
+        node = next((one for one in self.rays.members if one.id == part.node), None)
+        if node is None:  # this machine
+            return part
+        span = Span(part.start, need.manifest.num_layers if part.end is None else part.end)
+        key, whole = (part.node, need.folder, span), (part.node, need.folder, None)
+        if key not in self._folders and whole not in self._folders:
+            memo = self.rays.trust.folder / "digests.json"
+            access, told = access_of(self.rays.trust), _Told(need.model, node.name)
+            try:
+                provided = await provide(access, node, need.manifest, span, memo, told.progress)
+            except (SshFailed, BadSetting) as error:
+                raise Unfurnished(f"{node.name} cannot be given its layers: {error}", part.node) from error
+            self._folders[whole if provided.whole else key] = provided.folder
+        return replace(part, folder=self._folders.get(whole) or self._folders[key])
+
+    async def _chosen(self, need: Need, offer: "_Offer") -> Choice:
+        demand = self.demand(need)
+        return await asyncio.to_thread(choose, need.manifest, offer.candidates, offer.links, demand)
+
+    def propose(self, need: Need, layout: Layout, running_tokens: int) -> tuple[Proposal, Layout]:
+        """Where a model that runs like this should run by today's figures, and that as a layout.
+
+        Takes some hundredths of a second of a core. Raises DoesNotFit.
+        """
+        there = (self.usable() | layout.nodes) - self.rays.draining
+        offer = self._offer(need, there, with_hot=any(layout.hot_bytes))
+        layers = need.manifest.num_layers
+        stages = [
+            (self.name(part.node), Span(part.start, layers if part.end is None else part.end))
+            for part in layout.parts
+        ]
+        costs = MoveCosts(running_tokens)
+        demand = self.demand(need)
+        proposal = propose(need.manifest, stages, offer.candidates, offer.links, demand, costs)
+        return proposal, self._as_layout(need, offer, proposal.placement)
+
+    def _offer(self, need: Need, among: frozenset[str], *, with_hot: bool = True) -> "_Offer":
+        fleet = self.fleet()
+        hot = {
+            one.node_id: self.keeping.hot_bytes(need.models, one.budget_bytes) if with_hot else 0
+            for one in fleet.machines
+        }
+        taken = {one.node_id: need.taken.get(one.node_id, 0) + hot[one.node_id] for one in fleet.machines}
+        own = self.here.name
+        free = max(1, self.available_bytes() + need.held.get(self.here.node_id, 0))
+        candidates = [
+            replace(one, budget=replace(one.budget, bytes=free))
+            if one.name == own and free < one.budget.bytes
+            else one
+            for one in fleet.candidates(among, taken)
+        ]
+        links = self.measures.links(fleet.links())
+        return _Offer(fleet, self.measures.candidates(candidates, need.folder), links, hot)
+
+    def demand(self, need: Need) -> Demand:
+        """What plans are made for."""
+        if self.settings.objective == "single":
+            return Demand(need.least_tokens, step_tokens=self.settings.step_tokens)
+        many = min(MANY, self.settings.max_concurrent_requests)
+        return Demand(-(-need.least_tokens // many), many, "throughput", self.settings.step_tokens)
+
+    def _as_layout(self, need: Need, offer: "_Offer", placement: Placement) -> Layout:
+        machines = [offer.fleet.named(stage.node.name) for stage in placement.plan.stages]
+        layout = layout_of(
+            need.manifest,
+            placement.plan,
+            nodes=[one.node_id for one in machines],
+            memory_shares=[min(1.0, one.budget_bytes / one.memory_bytes) for one in machines],
+            hot_bytes=[offer.hot_bytes[one.node_id] for one in machines],
+            places=self.settings.max_concurrent_requests,
+        )
+        parts = tuple(
+            part if part.node == self.here.node_id else replace(part, cache_folder=CACHE_THERE)
+            for part in layout.parts
+        )
+        return replace(layout, parts=parts)
+
+    # ---------------------------------------------------------------- names
+
+    def _view(self, one: Machine) -> NodeView:
+        id, rays = one.node_id, self.rays
+        here = id == self.here.node_id
+        state: NodeState = "up" if here or id in rays.alive else "joining"
+        why = None if here else rays.hindrances.get(id)
+        if why is not None:
+            state = "away"
+        elif id in rays.draining:
+            state, why = "draining", "it gets no layers until it is taken back"
+        elif rays.doubts(id):
+            why = "a stage could not be placed there a moment ago"
+        return NodeView(one.name, id, here, state, why, one.memory_bytes, one.budget_bytes)
+
+    def _address_of(self, node: str) -> str:
+        if node == self.here.node_id:
+            return self.rays.address
+        return next((one.addresses[0] for one in self.rays.members if one.id == node), node)
+
+    def name(self, node: str) -> str:
+        machine = self.fleet().find(node)
+        return machine.name if machine is not None else node[:8]
+
+
+@asynccontextmanager
+async def open_cluster_site(settings: Settings, keeping: Keeping) -> AsyncIterator[ClusterSite]:
+    """The cluster that this machine made. Raises BadSetting, RayFailed."""
+    trust = await asyncio.to_thread(open_trust, CLUSTER_FOLDER)
+    async with open_ray_site(trust, settings.ray_port) as rays:
+        here = Machine(
+            rays.member.node_id,
+            platform.node().split(".")[0] or "here",
+            int(psutil.virtual_memory().total),
+            keeping.ceiling_bytes,
+            rates_by_chip(chip() or "unknown"),
+            None,
+        )
+        yield ClusterSite(settings, keeping, here, rays.member, rays, memory_available_bytes)

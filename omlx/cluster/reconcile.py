@@ -1,0 +1,156 @@
+"""Keeps loaded models where they should run, as machines come and go and turn out faster or slower.
+
+`rebalance.propose` and `worth` decide; here that is looked at now and then, and carried out.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import structlog
+
+from omlx.cluster.cluster_site import ClusterSite, Unfurnished
+from omlx.cluster.coordinator import Coordinator, Served
+from omlx.cluster.measure import StageTimes
+from omlx.cluster.planner import Span
+from omlx.cluster.rebalance import Proposal, worth
+from omlx.errors import DoesNotFit, NodesAway, OmlxError, Refused
+from omlx.ids import ModelId
+from omlx.node.layout import Layout
+from omlx.observe import watched
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 5.0
+"""At what stages were measured to take; or at once, where machines came or went."""
+PLAN_EVERY_S = 60.0
+"""Where nothing seems to have changed."""
+REST_S = 30.0
+"""Between two moves of one model that only pay, and do not have to be."""
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """One per server of a cluster; `run` is its task."""
+
+    coordinator: Coordinator
+    site: ClusterSite
+    _moved: dict[ModelId, float] = field(default_factory=dict)
+    _away: set[ModelId] = field(default_factory=set)
+    """Models that the machines there were could not hold."""
+    _why: dict[ModelId, str] = field(default_factory=dict)
+    """Why a model cannot be where it should; told once."""
+    _planned_at: float = -PLAN_EVERY_S
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        changed = self.site.rays.changed
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await changed.wait()
+            served = self.coordinator.loaded()
+            self._away |= {one.engine.model for one in served if isinstance(one.engine.failure, NodesAway)}
+            news = [self.measure(one) for one in served if one.engine.failure is None]
+            news += self._hear(served)
+            late = time.monotonic() - self._planned_at >= PLAN_EVERY_S
+            if changed.is_set() or any(news) or late:
+                changed.clear()
+                self._planned_at = time.monotonic()
+                for one in served:
+                    await self._look(one)
+            for model in list(self._away):
+                await self._come_back(model)
+
+    async def propose(self, served: Served) -> tuple[Proposal, Layout]:
+        """Where it should run by today's figures. Raises DoesNotFit."""
+        engine = served.engine
+        need = self.coordinator.need(served)
+        return await asyncio.to_thread(self.site.propose, need, engine.layout, engine.running_tokens)
+
+    async def move(self, served: Served, proposal: Proposal, layout: Layout) -> None:
+        """Its engine goes there with the next plan, once the nodes have the weights. Raises Unfurnished."""
+        model = served.engine.model
+        self._moved[model] = time.monotonic()
+        for line in proposal.lines():
+            log.info("moving", model=model, what=line)
+        served.engine.move(await self.site.furnish(self.coordinator.need(served), layout))
+
+    async def _look(self, served: Served) -> None:
+        engine = served.engine
+        model = engine.model
+        if engine.failure is not None or engine.recovering:
+            return
+        try:
+            proposal, layout = await self.propose(served)
+            rested = time.monotonic() - self._moved.get(model, -REST_S) >= REST_S
+            if proposal.moves and (proposal.needed is not None or (rested and worth(proposal))):
+                await self.move(served, proposal, layout)
+        except DoesNotFit as error:
+            self._complain(model, str(error))
+        except Unfurnished as error:
+            self.site.rays.doubt(error.node)
+            self._complain(model, str(error))
+        else:
+            self._why.pop(model, None)
+
+    def measure(self, served: Served) -> bool:
+        """What its stages were seen to take, for all plans; whether that is news."""
+        engine, layers = served.engine, served.manifest.num_layers
+        figures, news = engine.figures(), False
+        for part, stage in zip(engine.layout.parts, figures.stages, strict=False):
+            if stage.cost is not None:
+                span = Span(part.start, layers if part.end is None else part.end)
+                times = StageTimes(served.manifest, span, stage.cost, figures.plans)
+                news |= self.site.measures.add(self.site.name(part.node), times)
+        return news
+
+    def _hear(self, served: Sequence[Served]) -> list[bool]:
+        """What nodes say of their memory; whether one gives more or less from now on."""
+        held, free = Counter[str](), dict[str, int]()
+        for one in served:
+            for stage in one.engine.pipeline.stages:
+                if stage.pong is not None and stage.lost is None:
+                    held[stage.seat] += stage.pong.held_bytes
+                    free[stage.seat] = stage.pong.free_bytes
+        return [self.site.heard(node, held[node], free[node]) for node in free]
+
+    async def _come_back(self, model: ModelId) -> None:
+        """With machines that returned, it may fit again."""
+        failed = [one for one in self.coordinator.loaded() if one.engine.model == model]
+        if failed and failed[0].engine.failure is not None:
+            await self.coordinator.unload(model, 0.0)
+        try:
+            await self.coordinator.chat_model(model)
+        except Refused as error:
+            self._complain(model, str(error))
+        except OmlxError as error:
+            log.warning("a model does not come back", model=model, why=str(error))
+        else:
+            self._away.discard(model)
+            self._why.pop(model, None)
+            log.info("a model is back", model=model)
+
+    def why(self, model: ModelId) -> str | None:
+        """What keeps it from where it should be."""
+        return self._why.get(model)
+
+    def _complain(self, model: ModelId, why: str) -> None:
+        if self._why.get(model) != why:
+            self._why[model] = why
+            log.warning("a model cannot be where it should", model=model, why=why)
+
+
+@asynccontextmanager
+async def reconciling(coordinator: Coordinator, site: ClusterSite) -> AsyncIterator[Reconciler]:
+    """It runs meanwhile."""
+    reconciler = Reconciler(coordinator, site)
+    task = watched(asyncio.create_task(reconciler.run(), name="reconciler"))
+    try:
+        yield reconciler
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

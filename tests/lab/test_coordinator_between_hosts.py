@@ -1,0 +1,53 @@
+"""The coordinator ends, in every way, and starts again, while the other hosts stay up."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.lab.clustered import Running, clustered, gifts, processes, serving, wait
+from tests.lab.conftest import NewHosts
+from tests.lab.fleet import Fleet
+from tests.lab.host import Host
+
+pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]
+
+FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
+
+
+@pytest.fixture(scope="module")
+def three(hosts: NewHosts) -> Fleet:
+    return hosts(3, memory_gib=(64, 16, 128))
+
+
+@pytest.fixture(scope="module")
+def nodes(three: Fleet) -> Iterator[dict[str, Running]]:
+    with clustered(three.hosts) as running:
+        yield running
+
+
+def stages(host: Host) -> list[psutil.Process]:
+    return processes(host, "omlx.node.process")
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_coordinator_that_was_killed_finds_its_nodes_again_and_leaves_no_stage_behind(
+    three: Fleet, smollm2: Path
+) -> None:
+    first, *others = three.hosts
+    texts = []
+    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        with serving(first, smollm2, *FLAGS) as server:
+            assert len(server.shards()) > 1
+            texts.append([one["text"] for one in server.stream(4, 20).ended()])
+            for one in processes(first, "bin/omlx"):
+                os.kill(one.pid, how)
+            wait(
+                lambda: not any(processes(host, "omlx.node.process") for host in others),
+                25,
+                lambda: "stages stay",
+            )
+    assert texts[0] == texts[1] == texts[2] and all(texts[0])

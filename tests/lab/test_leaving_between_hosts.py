@@ -1,0 +1,64 @@
+"""A node leaves while answers run, and comes back: its layers go first, then its trust, then Ray's token."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.clustered import Running, Server, cluster, clustered, gifts, serving, wait
+from tests.lab.conftest import NewHosts
+from tests.lab.fleet import Fleet
+
+pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]
+
+FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
+
+
+@pytest.fixture(scope="module")
+def three(hosts: NewHosts) -> Fleet:
+    return hosts(3, memory_gib=(64, 16, 128))
+
+
+@pytest.fixture(scope="module")
+def nodes(three: Fleet) -> Iterator[dict[str, Running]]:
+    with clustered(three.hosts) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(three: Fleet, nodes: dict[str, Running], smollm2: Path) -> Iterator[Server]:
+    with serving(three.hosts[0], smollm2, *FLAGS, "--objective", "throughput") as running:
+        yield running
+
+
+def states(server: Server) -> dict[str, str]:
+    return {node["name"]: node["state"] for node in server.get("/omlx/v1/cluster")["nodes"]}
+
+
+def test_a_node_that_leaves_gives_its_layers_away_first_and_no_answer_notices(
+    server: Server, three: Fleet
+) -> None:
+    first, second, third = three.hosts
+    wait(lambda: third.name in server.shards(), 60, server.running.said)
+    undisturbed = [one["text"] for one in server.stream(6, 120).ended()]
+    streams = server.stream(6, 120)
+    left = cluster(first, "leave", third.name, timeout_s=180)
+    assert left["drained"] and left["unreached"] == {}
+    assert [one["text"] for one in streams.ended()] == undisturbed
+    assert set(server.shards()) <= {first.name, second.name}
+    assert third.name not in states(server)
+    wait(lambda: states(server)[second.name] == "up", 60, server.running.said)  # with Ray's new token
+
+    cluster(first, "join", third.ip, "--user", "root")
+    wait(lambda: states(server).get(third.name) == "up", 60, server.running.said)
+    wait(lambda: third.name in server.shards(), 90, server.running.said)
+    assert [one["text"] for one in server.stream(6, 120).ended()] == undisturbed
+
+
+def test_the_last_node_that_a_model_needs_is_not_let_go(server: Server, three: Fleet) -> None:
+    first, second, third = three.hosts
+    cluster(first, "leave", third.name, timeout_s=180)
+    refused = first.omlx("cluster", "leave", second.name, timeout_s=180)
+    assert refused.returncode == 2 and "--now" in refused.stderr, refused.stderr
+    assert len(server.shards()) == 2
+    assert all(one["text"] for one in server.stream(2, 10).ended())
