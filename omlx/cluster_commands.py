@@ -156,9 +156,14 @@ def leave(
     gone = read_members(folder).find(node)
     with reach(port) as server:
         drained = drain(server, gone, at_once)
-    if drained and not as_json:
-        console.print(f"{escape(gone.name)} holds no layers any more: the server took them to other nodes")
-    left = asyncio.run(let_go(trust, gone))
+        if drained and not as_json:
+            console.print(f"{escape(gone.name)} holds no layers any more: other nodes have them")
+        try:
+            left = asyncio.run(let_go(trust, gone))
+        except OmlxError:
+            if drained:
+                server.undrain(gone.id)
+            raise
     if as_json:
         told = {"node_id": gone.id, "name": gone.name, "drained": drained, "unreached": left.unreached}
         print(json_text.dumps(told))

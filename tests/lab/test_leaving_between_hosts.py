@@ -36,9 +36,13 @@ def states(server: Server) -> dict[str, str]:
 
 
 def test_a_node_that_leaves_gives_its_layers_away_first_and_no_answer_notices(
-    server: Server, three: Fleet
+    server: Server, three: Fleet, nodes: dict[str, Running]
 ) -> None:
     first, second, third = three.hosts
+
+    def said() -> str:
+        return server.running.said() + "".join(node.said() for node in nodes.values())
+
     wait(lambda: third.name in server.shards(), 60, server.running.said)
     undisturbed = [one["text"] for one in server.stream(6, 120).ended()]
     streams = server.stream(6, 120)
@@ -47,10 +51,10 @@ def test_a_node_that_leaves_gives_its_layers_away_first_and_no_answer_notices(
     assert [one["text"] for one in streams.ended()] == undisturbed
     assert set(server.shards()) <= {first.name, second.name}
     assert third.name not in states(server)
-    wait(lambda: states(server)[second.name] == "up", 60, server.running.said)  # with Ray's new token
+    wait(lambda: states(server)[second.name] == "up", 60, said)  # with Ray's new token
 
     cluster(first, "join", third.ip, "--user", "root")
-    wait(lambda: states(server).get(third.name) == "up", 60, server.running.said)
+    wait(lambda: states(server).get(third.name) == "up", 60, said)
     wait(lambda: third.name in server.shards(), 90, server.running.said)
     assert [one["text"] for one in server.stream(6, 120).ended()] == undisturbed
 
