@@ -85,7 +85,7 @@ def asked_of(
         raise BadSetting("--fingerprint is of one machine; name that HOST alone")
     vouched = check_fingerprint(fingerprint) if fingerprint is not None else None
     folder = folder.expanduser()
-    access = Access(open_trust(folder).ssh_key, KnownHosts(folder / "known_hosts"))
+    access = Access(open_trust(folder).ssh_key, KnownHosts(folder / "known_hosts"), own_keys=True)
     name = user or getpass.getuser()
     return [Asked(target(host, name, port), vouched) for host in dict.fromkeys(hosts)], access
 

@@ -4,6 +4,7 @@ import asyncio
 import json as json_text
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,6 +35,7 @@ from omlx.status_command import status
 
 if TYPE_CHECKING:
     from omlx.cluster.members import Joined
+    from omlx.cluster.trust import Trust
     from omlx.control_client import ControlClient
 
 NodeWord = Annotated[str, typer.Argument(metavar="NODE", help="Its name, host, or the beginning of its id.")]
@@ -60,10 +62,7 @@ def init(folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> Non
 
     Example: omlx cluster init
     """
-    from omlx.cluster.node_identity import node_id, own_addresses
-    from omlx.cluster.trust import init_trust
-
-    trust = init_trust(folder, node_id(), (), tuple(own_addresses()))
+    trust = make(folder)
     if as_json:
         print(
             json_text.dumps(
@@ -74,13 +73,32 @@ def init(folder: ClusterFolder = CLUSTER_FOLDER, as_json: AsJson = False) -> Non
     console.print(
         f"cluster {trust.cluster_id}, with {socket.gethostname()} in it, in {escape(str(trust.folder))}"
     )
-    console.print("\nOn each other machine, let this one in (once):", highlight=False)
+    console.print("\nA machine that you can log into by a key of yours joins as it is:", highlight=False)
+    console.print("  omlx cluster join HOST...", highlight=False)
+    console.print("\nOn any other, let this one in (once):", highlight=False)
     console.print(
         f"  echo '{escape(trust.ssh_public_key())}' >> ~/.ssh/authorized_keys",
         soft_wrap=True,
         highlight=False,
     )
-    console.print("\nThen, here: omlx cluster discover, omlx cluster join HOST...", highlight=False)
+
+
+def make(folder: Path) -> "Trust":
+    """Raises BadSetting where there is a cluster, or this machine is in another one."""
+    from omlx.cluster.node_identity import node_id, own_addresses
+    from omlx.cluster.trust import init_trust
+
+    return init_trust(folder, node_id(), (), tuple(own_addresses()))
+
+
+def open_or_make(folder: Path) -> "Trust":
+    from omlx.cluster.trust import open_trust
+
+    if (folder.expanduser() / "authority").exists():
+        return open_trust(folder)
+    trust = make(folder)
+    errors.print(f"made cluster {trust.cluster_id}, with this machine in it", markup=False)
+    return trust
 
 
 @app.command()
@@ -94,16 +112,17 @@ def join(
 ) -> None:
     """Check machines, and make those that pass nodes of the cluster.
 
-    Each gets a certificate over SSH. Exit code 1 if one of them did not join; the others did.
+    Each gets a certificate over SSH, and lets the cluster's key in from then on; for the first login your own
+    keys are tried too. Where there is no cluster yet, it is made first. Exit code 1 if one of them did not
+    join; the others did.
 
     Example: omlx cluster join studio.local mini.local
     """
     from omlx.cluster.joining import join as take_in
-    from omlx.cluster.trust import open_trust
     from omlx.cluster.validation import Wanted
 
     set_up_logging("warning")
-    trust = open_trust(folder)
+    trust = open_or_make(folder)
     asked, access = asked_of(hosts, fingerprint, user, port, folder)
     reports = look(asked, access, Wanted(), ask=sys.stdin.isatty() and not as_json)
     told: list[dict[str, object]] = []

@@ -1,6 +1,6 @@
 """A machine joins the cluster, leaves it, or hears who is trusted no more: over SSH, the root of trust."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -18,8 +18,12 @@ IDENTIFY = FRAME.format(
         return {"node_id": node_id(), "addresses": list(own_addresses())}"""
 )
 INSTALL = FRAME.format(
-    body="""        from omlx.cluster.membership import Bundle, install_bundle
-        return {"node_id": install_bundle(folder, Bundle.unpack(data)).node_id}"""
+    body="""        from omlx.cluster.authorized_keys import let_in
+        from omlx.cluster.membership import Bundle, install_bundle
+        key, _, bundle = data.partition(b"\\n")
+        node_id = install_bundle(folder, Bundle.unpack(bundle)).node_id
+        let_in(key.decode("ascii"))
+        return {"node_id": node_id}"""
 )
 REMOVE = FRAME.format(
     body="""        from omlx.cluster.membership import remove_bundle
@@ -61,11 +65,12 @@ class Left:
 async def join(trust: Trust, report: Report) -> Joined:
     """Make the machine of a report in which nothing blocks a node of the cluster.
 
-    Raises SshFailed where it cannot be reached any more, BadSetting where it will not have it.
+    From now on it lets the cluster's key in: until then one of the person's own may have been needed. Raises
+    SshFailed where it cannot be reached any more, BadSetting where it will not have it.
     """
     assert report.fit and report.facts is not None and report.fingerprint is not None
     where = target(report.host, report.user, report.port)
-    async with open_ssh(where, access_of(trust)) as shell:
+    async with open_ssh(where, replace(access_of(trust), own_keys=True)) as shell:
         identity = await run_script(shell, IDENTIFY, b"", Identity)
         if identity.node_id == trust.node_id:
             raise BadSetting(f"{report.host} is this machine itself, which is in the cluster already")
@@ -74,7 +79,8 @@ async def join(trust: Trust, report: Report) -> Joined:
         reached = _by_speed(report)
         addresses = tuple(dict.fromkeys([*reached, *identity.addresses]))
         bundle = issue(trust, identity.node_id, (), addresses)
-        installed = await run_script(shell, INSTALL, bundle.pack(), Installed)
+        letter = trust.ssh_public_key().encode("ascii") + b"\n" + bundle.pack()
+        installed = await run_script(shell, INSTALL, letter, Installed)
     if installed.node_id != identity.node_id:
         raise BadSetting(f"{report.host} answers as node {installed.node_id!r} after it was made another")
     joined = Joined(

@@ -22,7 +22,7 @@ from omlx.observe import watched
 log = structlog.get_logger()
 
 LOOK_EVERY_S, SEARCH_EVERY_S = 5.0, 1.0
-"""Where all members are there, and where one is missing: each look costs some milliseconds of a core."""
+"""Where all members are there, and where one comes or goes: each look costs some milliseconds of a core."""
 CALL_AGAIN_S, REMIND_S = 5.0, 60.0
 """A node that is not in Ray is called over SSH: one that did not hear it, and one that did."""
 DOUBTED_S = 15.0
@@ -89,8 +89,8 @@ class RaySite:
         try:
             while True:
                 await self._look()
-                complete = all(one.id in self.alive for one in self.members)
-                await asyncio.sleep(LOOK_EVERY_S if complete else SEARCH_EVERY_S)
+                rests = not self.draining and all(one.id in self.alive for one in self.members)
+                await asyncio.sleep(LOOK_EVERY_S if rests else SEARCH_EVERY_S)
         finally:
             if self._calling is not None:
                 self._calling.cancel()

