@@ -28,6 +28,8 @@ LOOK_EVERY_S = 5.0
 """At what stages were measured to take; or at once, where machines came or went."""
 PLAN_EVERY_S = 60.0
 """Where nothing seems to have changed."""
+QUIET_S = 10.0
+"""So long after the last news of how fast stages are."""
 REST_S = 30.0
 """Between two moves of one model that only pay, and do not have to be."""
 
@@ -44,6 +46,9 @@ class Reconciler:
     _why: dict[ModelId, str] = field(default_factory=dict)
     """Why a model cannot be where it should; told once."""
     _planned_at: float = -PLAN_EVERY_S
+    _news_at: float = 0.0
+    _unplanned: bool = False
+    """Whether there were news since the last plan."""
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -56,14 +61,21 @@ class Reconciler:
             self._away |= {one.engine.model for one in served if isinstance(one.engine.failure, NodesAway)}
             news = [self.measure(one) for one in served if one.engine.failure is None]
             news += self._hear(served)
-            late = time.monotonic() - self._planned_at >= PLAN_EVERY_S
-            if changed.is_set() or any(news) or late:
+            if self._is_due(any(news)) or changed.is_set():
                 changed.clear()
-                self._planned_at = time.monotonic()
+                self._planned_at, self._unplanned = time.monotonic(), False
                 for one in served:
                     await self._look(one)
             for model in list(self._away):
                 await self._come_back(model)
+
+    def _is_due(self, news: bool) -> bool:
+        """While figures still change, a plan would soon be followed by another one."""
+        now = time.monotonic()
+        if news:
+            self._news_at, self._unplanned = now, True
+        quiet = self._unplanned and now - self._news_at >= QUIET_S
+        return quiet or now - self._planned_at >= PLAN_EVERY_S
 
     async def propose(self, served: Served) -> tuple[Proposal, Layout]:
         """Where it should run by today's figures. Raises DoesNotFit."""
