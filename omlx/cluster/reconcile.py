@@ -14,7 +14,7 @@ import structlog
 
 from omlx.cluster.cluster_site import ClusterSite, Unfurnished
 from omlx.cluster.coordinator import Coordinator, Served
-from omlx.cluster.measure import StageTimes
+from omlx.cluster.measure import LinkSample, StageTimes
 from omlx.cluster.planner import Span
 from omlx.cluster.rebalance import Proposal, worth
 from omlx.errors import DoesNotFit, NodesAway, OmlxError, Refused
@@ -61,6 +61,7 @@ class Reconciler:
             self._away |= {one.engine.model for one in served if isinstance(one.engine.failure, NodesAway)}
             news = [self.measure(one) for one in served if one.engine.failure is None]
             news += self._hear(served)
+            self._probe(served)
             if self._is_due(any(news)) or changed.is_set():
                 changed.clear()
                 self._planned_at, self._unplanned = time.monotonic(), False
@@ -129,6 +130,20 @@ class Reconciler:
                     held[stage.seat] += stage.pong.held_bytes
                     free[stage.seat] = stage.pong.free_bytes
         return [self.site.heard(node, held[node], free[node]) for node in free]
+
+    def _probe(self, served: Sequence[Served]) -> None:
+        """How far nodes are away, in moments without work: else the answer waits for a core there or here.
+
+        What a link carries in bulk stays as it was measured when its node joined.
+        """
+        if any(one.engine.busy for one in served):
+            return
+        fleet = self.site.fleet()
+        for stage in (stage for one in served for stage in one.engine.pipeline.stages):
+            machine = fleet.find(stage.seat)
+            if machine is not None and machine.link is not None and stage.round_trip_s is not None:
+                sample = LinkSample(stage.round_trip_s, machine.link.bytes_per_s)
+                self.site.measures.add_link(self.site.here.name, machine.name, sample)
 
     async def _come_back(self, model: ModelId) -> None:
         """With machines that returned, it may fit again."""

@@ -4,6 +4,7 @@ It knows a process only by its socket; how the process came to be there is the p
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,6 +95,8 @@ class StageClient:
         self.process = process
         self.loaded: Loaded | None = None
         self.pong: Pong | None = None
+        self.round_trip_s: float | None = None
+        """Of the latest ping; what else both processes do is in it."""
         self.lost: StageLost | None = None
         self._report = report
         self._answer: asyncio.Future[Loaded | Begun] | None = None
@@ -101,6 +104,7 @@ class StageClient:
         self._epoch: Epoch | None = None
         self._loading = False
         self._pings = 0
+        self._pinged = 0.0
         self._news = asyncio.Event()
         """Set by a pong and by the loss."""
         self._on = f" on node {process.node[:8]}" if process.node is not None else ""
@@ -197,8 +201,7 @@ class StageClient:
             case Holds() | Catalogue():
                 self._keep(message)
             case Pong():
-                self.pong = message
-                self._news.set()
+                self._hear(message)
             case Loading(done, total):
                 self._progress(done, total)
             case Loaded() | Begun():
@@ -209,6 +212,12 @@ class StageClient:
                 self._break(epoch, LinkLost(f"{self.name}, epoch {epoch}: {text}", self.index))
             case Failed(epoch, seqs, text):
                 self._break(epoch, StepFailed(f"{self.name}: {text}", seqs, self.index))
+
+    def _hear(self, pong: Pong) -> None:
+        self.pong = pong
+        if pong.number == self._pings:
+            self.round_trip_s = time.monotonic() - self._pinged
+        self._news.set()
 
     def _keep(self, message: Holds | Catalogue) -> None:
         if not self._loading:  # else it is about layers that it gives up
@@ -237,6 +246,7 @@ class StageClient:
 
     def _ping(self) -> int:
         self._pings += 1
+        self._pinged = time.monotonic()
         self._write(Ping(self._pings))
         return self._pings
 

@@ -183,3 +183,12 @@ def test_a_second_node_that_is_lost_while_the_first_is_made_good_is_made_good_to
             assert spans(opened) == [("a", 0, LAYERS)]
 
     asyncio.run(walk())
+
+
+def test_how_far_a_stage_is_away_is_known_without_any_work(tiny: Tiny) -> None:
+    async def walk() -> None:
+        async with engine(tiny("tiny-llama"), 3, nodes=THREE) as (opened, _):
+            await until(lambda: all(stage.round_trip_s is not None for stage in opened.pipeline.stages))
+            assert all(0 < (stage.round_trip_s or 0) < 1 for stage in opened.pipeline.stages)
+
+    asyncio.run(walk())
