@@ -96,6 +96,10 @@ async def run_shell(process: Process, command: str, environment: dict[str, str])
     finally:
         incoming.cancel()
         child.stdin.close()
+        # Whose output has ended is about to end: a signal now would reap it, and its code be lost.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await child.wait()
         if child.returncode is None:
             with suppress(ProcessLookupError):
                 child.kill()
