@@ -34,7 +34,7 @@ from omlx.node.wire import (
     read_for_head,
 )
 
-PING_EVERY_S = 0.5
+PING_EVERY_S = 0.4
 SILENT_ROUNDS = 5
 """A stage from which so many rounds bring no answer is taken for dead: in 3 s at the latest."""
 LEAVE_WITHIN_S = 5.0
