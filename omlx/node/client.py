@@ -36,7 +36,7 @@ from omlx.node.wire import (
 
 PING_EVERY_S = 0.4
 SILENT_ROUNDS = 5
-"""A stage from which so many rounds bring no answer is taken for dead: in 3 s at the latest."""
+"""A stage from which so many rounds bring no answer is taken for dead: in 2.4 s."""
 LEAVE_WITHIN_S = 5.0
 
 LoadProgress = Callable[[int, int], None]
