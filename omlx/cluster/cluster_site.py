@@ -19,7 +19,6 @@ from omlx.cluster.keeping import Keeping
 from omlx.cluster.liveness import who_answers
 from omlx.cluster.machine import memory_available_bytes
 from omlx.cluster.measure import Measures
-from omlx.cluster.membership import Member
 from omlx.cluster.node_identity import chip
 from omlx.cluster.placement import Demand, Placement
 from omlx.cluster.planner import Span
@@ -30,7 +29,7 @@ from omlx.cluster.rebalance import MoveCosts, Proposal, propose
 from omlx.cluster.remote_actor import RayPlacement
 from omlx.cluster.remote_script import access_of
 from omlx.cluster.shard_map import NodeState, NodeView
-from omlx.cluster.site import Need, layout_of
+from omlx.cluster.site import Need, layout_of, span_of
 from omlx.cluster.trust import open_trust
 from omlx.cluster.weights import provide
 from omlx.errors import BadSetting, DoesNotFit, NodesAway, OmlxError, SshFailed, StageLost
@@ -90,7 +89,6 @@ class ClusterSite:
     keeping: Keeping
     here: Machine
     """Its budget is what models may have of this machine at most."""
-    member: Member
     rays: RaySite
     available_bytes: Callable[[], int]
     measures: Measures = field(default_factory=Measures)
@@ -101,7 +99,7 @@ class ClusterSite:
     """What nodes have, as seen since this server started: node, model and layers (None: all)."""
 
     def __post_init__(self) -> None:
-        self._placement = RayPlacement(self.rays.driver, self.member, self._address_of)
+        self._placement = RayPlacement(self.rays.driver, self.rays.member, self._address_of)
 
     # ---------------------------------------------------------------- Site
 
@@ -198,7 +196,7 @@ class ClusterSite:
         node = next((one for one in self.rays.members if one.id == part.node), None)
         if node is None:  # this machine
             return part
-        span = Span(part.start, need.manifest.num_layers if part.end is None else part.end)
+        span = span_of(part, need.manifest)
         key, whole = (part.node, need.folder, span), (part.node, need.folder, None)
         if key not in self._folders and whole not in self._folders:
             memo = self.rays.trust.folder / "digests.json"
@@ -221,11 +219,7 @@ class ClusterSite:
         """
         there = (self.usable() | layout.nodes) - self.rays.draining
         offer = self._offer(need, there, with_hot=any(layout.hot_bytes))
-        layers = need.manifest.num_layers
-        stages = [
-            (self.name(part.node), Span(part.start, layers if part.end is None else part.end))
-            for part in layout.parts
-        ]
+        stages = [(self.name(part.node), span_of(part, need.manifest)) for part in layout.parts]
         costs = MoveCosts(running_tokens)
         demand = self.demand(need)
         proposal = propose(need.manifest, stages, offer.candidates, offer.links, demand, costs)
@@ -310,4 +304,4 @@ async def open_cluster_site(settings: Settings, keeping: Keeping) -> AsyncIterat
             rates_by_chip(chip() or "unknown"),
             None,
         )
-        yield ClusterSite(settings, keeping, here, rays.member, rays, memory_available_bytes)
+        yield ClusterSite(settings, keeping, here, rays, memory_available_bytes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omlx.cluster.coordinator import Coordinator, Served
 from omlx.cluster.shard_map import ModelView, ShardMap, StageState, StageView
-from omlx.cluster.site import Site
+from omlx.cluster.site import Site, span_of
 from omlx.errors import BadSetting, Refused
 from omlx.ids import ModelId
 from omlx.node.health import ModelHealth
@@ -112,14 +112,14 @@ class Levers:
         figures, views = engine.figures().stages, []
         for index, (part, stage) in enumerate(zip(engine.layout.parts, engine.pipeline.stages, strict=False)):
             state: StageState = "ready" if stage.loaded is not None else "loading"
-            end = manifest.num_layers if part.end is None else part.end
+            span = span_of(part, manifest)
             views.append(
                 StageView(
                     node=self.site.name(part.node),
                     node_id=part.node or None,
-                    start=part.start,
-                    end=end,
-                    weight_bytes=manifest.span_bytes(part.start, end),
+                    start=span.start,
+                    end=span.end,
+                    weight_bytes=manifest.span_bytes(span.start, span.end),
                     state="lost" if stage.lost is not None else state,
                     rss_bytes=stage.pong.peak_rss_bytes if stage.pong is not None else None,
                     busy=self._share((engine.model, index), figures[index].busy_s if figures else 0.0),

@@ -15,8 +15,8 @@ import structlog
 from omlx.cluster.cluster_site import ClusterSite, Unfurnished
 from omlx.cluster.coordinator import Coordinator, Served
 from omlx.cluster.measure import LinkSample, StageTimes
-from omlx.cluster.planner import Span
 from omlx.cluster.rebalance import Proposal, worth
+from omlx.cluster.site import span_of
 from omlx.errors import DoesNotFit, NodesAway, OmlxError, Refused
 from omlx.ids import ModelId
 from omlx.node.layout import Layout
@@ -112,11 +112,11 @@ class Reconciler:
 
     def measure(self, served: Served) -> bool:
         """What its stages were seen to take, for all plans; whether that is news."""
-        engine, layers = served.engine, served.manifest.num_layers
+        engine = served.engine
         figures, news = engine.figures(), False
         for part, stage in zip(engine.layout.parts, figures.stages, strict=False):
             if stage.cost is not None:
-                span = Span(part.start, layers if part.end is None else part.end)
+                span = span_of(part, served.manifest)
                 times = StageTimes(served.manifest, span, stage.cost, figures.plans)
                 news |= self.site.measures.add(self.site.name(part.node), times)
         return news

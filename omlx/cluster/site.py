@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from omlx.cluster.capacity import capacity_tokens
-from omlx.cluster.planner import ShardPlan
+from omlx.cluster.planner import ShardPlan, Span
 from omlx.cluster.shard_map import NodeView
 from omlx.ids import ModelId
 from omlx.node.client import StageProcess
@@ -37,6 +37,11 @@ class Need:
     def least_tokens(self) -> int:
         """A sequence of so many must fit."""
         return min(self.context_tokens, LEAST_CONTEXT_TOKENS)
+
+
+def span_of(part: Part, manifest: ModelManifest) -> Span:
+    """In numbers, also where a part has all the rest."""
+    return Span(part.start, manifest.num_layers if part.end is None else part.end)
 
 
 class Site(Protocol):

@@ -128,7 +128,7 @@ class Pipeline:
         """End what is lost: it may be frozen, and have the memory that another one needs."""
         await _all(self._end(stage) for stage in list(self._started) if stage.lost is not None)
 
-    async def rebuild(self, epoch: Epoch, layout: Layout, progress: LoadProgress = untold) -> None:
+    async def rebuild(self, epoch: Epoch, layout: Layout) -> None:
         """After a roll call: what `layout` asks for, with the weights that living stages have of it, in a
         new epoch. Where it is the layout of before, only dead stages are started again.
 
@@ -154,7 +154,7 @@ class Pipeline:
             self.kept.clear()
             self.fresh.clear()
         self.stages = await _all_to_the_end(
-            self._start(index, progress) if stage is None else self._keep(index, stage, like_before, progress)
+            self._start(index, untold) if stage is None else self._keep(index, stage, like_before)
             for index, stage in enumerate(stay)
         )
         await self._begin(epoch)
@@ -212,12 +212,10 @@ class Pipeline:
             raise
         return client
 
-    async def _keep(
-        self, index: int, client: StageClient, like_before: bool, progress: LoadProgress
-    ) -> StageClient:
+    async def _keep(self, index: int, client: StageClient, like_before: bool) -> StageClient:
         client.index = index
         if not like_before or client.loaded is None:
-            await self._load(client, progress)
+            await self._load(client, untold)
         return client
 
     async def _load(self, client: StageClient, progress: LoadProgress) -> None:

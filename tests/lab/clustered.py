@@ -110,11 +110,10 @@ def clustered(hosts: Sequence[Host]) -> Iterator[dict[str, Running]]:
 
 def processes(host: Host, word: str) -> list[psutil.Process]:
     """With that in their command line."""
-    all_of_them = [psutil.Process(pid) for pid in host.pids()]
     found = []
-    for one in all_of_them:
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if any(word in part for part in one.cmdline()):
+    for pid in host.pids():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it has just ended
+            if any(word in part for part in (one := psutil.Process(pid)).cmdline()):
                 found.append(one)
     return found
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import pytest
 
+from tests.lab.clustered import Running, clustered
 from tests.lab.fleet import Fleet, fleet
 from tests.lab.lab import Lab, macs
 from tests.lab.machine import missing
@@ -41,3 +42,16 @@ def hosts() -> Iterator[NewHosts]:
         pytest.skip(reason)
     with ExitStack() as stack:
         yield lambda count, memory_gib=64, shims=None: stack.enter_context(fleet(count, memory_gib, shims))
+
+
+@pytest.fixture(scope="module")
+def three(hosts: NewHosts) -> Fleet:
+    """Of unequal memory; a module may make its own."""
+    return hosts(3, memory_gib=(64, 16, 128))
+
+
+@pytest.fixture(scope="module")
+def nodes(three: Fleet) -> Iterator[dict[str, Running]]:
+    """The three in a cluster, `omlx node run` on all but the first."""
+    with clustered(three.hosts) as running:
+        yield running

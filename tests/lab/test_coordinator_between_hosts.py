@@ -2,31 +2,18 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.lab.clustered import Running, clustered, gifts, processes, serving, wait
-from tests.lab.conftest import NewHosts
+from tests.lab.clustered import gifts, processes, serving, wait
 from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 
 pytestmark = [pytest.mark.xdist_group("lab-coordinator"), pytest.mark.slow]
 
 FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
-
-
-@pytest.fixture(scope="module")
-def three(hosts: NewHosts) -> Fleet:
-    return hosts(3, memory_gib=(64, 16, 128))
-
-
-@pytest.fixture(scope="module")
-def nodes(three: Fleet) -> Iterator[dict[str, Running]]:
-    with clustered(three.hosts) as running:
-        yield running
 
 
 def stages(host: Host) -> list[psutil.Process]:

@@ -5,24 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.clustered import Running, Server, cluster, clustered, gifts, processes, serving, wait
-from tests.lab.conftest import NewHosts
+from tests.lab.clustered import Running, Server, cluster, gifts, processes, serving, wait
 from tests.lab.fleet import Fleet
 
 pytestmark = [pytest.mark.xdist_group("lab-leaving"), pytest.mark.slow]
 
 FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
-
-
-@pytest.fixture(scope="module")
-def three(hosts: NewHosts) -> Fleet:
-    return hosts(3, memory_gib=(64, 16, 128))
-
-
-@pytest.fixture(scope="module")
-def nodes(three: Fleet) -> Iterator[dict[str, Running]]:
-    with clustered(three.hosts) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

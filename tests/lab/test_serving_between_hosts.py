@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.clustered import Running, Server, clustered, gifts, processes, serving, start_node, wait
-from tests.lab.conftest import NewHosts
+from tests.lab.clustered import Running, Server, gifts, processes, serving, start_node, wait
 from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 from tests.lab.lab import Lab
@@ -23,17 +22,6 @@ STREAMS, TOKENS = 20, 40
 GIVEN = {"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"}
 """Two of three hold SmolLM2, one does not."""
 DETECTED_WITHIN_S = 3.0
-
-
-@pytest.fixture(scope="module")
-def three(hosts: NewHosts) -> Fleet:
-    return hosts(3, memory_gib=(64, 16, 128))
-
-
-@pytest.fixture(scope="module")
-def nodes(three: Fleet) -> Iterator[dict[str, Running]]:
-    with clustered(three.hosts) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
