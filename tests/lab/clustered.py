@@ -113,7 +113,8 @@ def processes(host: Host, word: str) -> list[psutil.Process]:
     found = []
     for pid in host.pids():
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it has just ended
-            if any(word in part for part in (one := psutil.Process(pid)).cmdline()):
+            one = psutil.Process(pid)
+            if any(word in part for part in one.cmdline()):
                 found.append(one)
     return found
 
