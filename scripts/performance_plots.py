@@ -331,6 +331,7 @@ def main() -> None:
     }
     for name, figure in drawn.items():
         if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
             figure.savefig(folder / f"{name}.png", dpi=110)
         else:
             figure.savefig(DATA / f"{name}.svg", metadata={"Date": None})
