@@ -122,9 +122,10 @@ def vouches(report: Report) -> bool:
     return typer.confirm("Is it the same?", default=False, err=True)
 
 
-def show(report: Report) -> None:
-    """A table, the worst first; what to do stands below what it is about."""
-    state = "[green]can join[/green]" if report.fit else "[bold red]cannot join[/bold red]"
+def show(report: Report, fit: str = "can join", unfit: str = "cannot join") -> None:
+    """A table, the worst first; what to do stands below what it is about. `fit`, `unfit`: what it is called
+    by whether anything blocks."""
+    state = f"[green]{fit}[/green]" if report.fit else f"[bold red]{unfit}[/bold red]"
     place = escape(f"{report.user}@{report.host}")
     table = Table("what", "seen", "wanted", title=f"{place}: {state}", title_justify="left")
     for finding in report.findings:

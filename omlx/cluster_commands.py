@@ -4,6 +4,8 @@ import asyncio
 import json as json_text
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -173,16 +175,10 @@ def leave(
     set_up_logging("warning")
     trust = open_trust(folder)
     gone = read_members(folder).find(node)
-    with reach(port) as server:
-        drained = drain(server, gone, at_once)
+    with reach(port) as server, without_layers(server, gone, folder, at_once) as drained:
         if drained and not as_json:
             console.print(f"{escape(gone.name)} holds no layers any more: other nodes have them")
-        try:
-            left = asyncio.run(let_go(trust, gone))
-        except OmlxError:
-            if drained:
-                server.undrain(gone.id)
-            raise
+        left = asyncio.run(let_go(trust, gone))
     if as_json:
         told = {"node_id": gone.id, "name": gone.name, "drained": drained, "unreached": left.unreached}
         print(json_text.dumps(told))
@@ -190,6 +186,30 @@ def leave(
     console.print(f"{escape(gone.name)} is no node of this cluster any more")
     for name, why in left.unreached.items():
         errors.print(f"{name} was not told: {why}", markup=False, style="yellow")
+
+
+@contextmanager
+def without_layers(server: "ControlClient", node: "Joined", folder: Path, at_once: bool) -> Iterator[bool]:
+    """Drained meanwhile, where a server runs that has it in use; that is said. Whatever keeps it from leaving
+    then, Ctrl-C too, it is given back to use. Raises as `drain`."""
+    from omlx.cluster.members import read_members
+
+    drained = drain(server, node, at_once)
+    try:
+        yield drained
+    finally:
+        if drained and any(one.id == node.id for one in read_members(folder)):
+            give_back(server, node)
+
+
+def give_back(server: "ControlClient", node: "Joined") -> None:
+    try:
+        server.undrain(node.id)
+    except OmlxError as error:
+        told = f"{node.name} gets no layers until `omlx serve` is started again: {error}"
+        errors.print(told, markup=False, style="yellow")
+    else:
+        errors.print(f"{node.name} has not left, and is in use again", markup=False)
 
 
 def drain(server: "ControlClient", node: "Joined", at_once: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The commands, and the composition root: `omlx serve`, `demo`, `models`, `plan`, `bench`, `cache`."""
+"""The commands, and the composition root: `omlx serve`, `demo`, `models`, `bench`, and groups of others."""
 
 import asyncio
 import sys
@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from omlx import __version__, cache_commands, cluster_commands, node_commands
-from omlx.cluster.planner import gigabytes, parse_node, plan_shards
+from omlx.cluster.planner import gigabytes
 from omlx.errors import BadSetting, OmlxError, Refused
+from omlx.hub_models import fetched
 from omlx.node.library import Library, scan
 from omlx.node.manifest import read_manifest
 from omlx.observe import set_up_logging
@@ -22,9 +23,6 @@ from omlx.show import LoadBars
 if TYPE_CHECKING:
     from omlx.cluster.local_actor import Spare
     from omlx.web import Server
-
-MOST_PLANNED = 32768
-"""Tokens of context that `omlx plan` counts with unless told otherwise."""
 
 OF_THE_CLUSTER = ("asyncssh", "cryptography", "ray", "zeroconf")
 """Libraries that a single machine does without."""
@@ -46,7 +44,7 @@ console = Console()
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 ModelArgument = Annotated[
-    Path | None,
+    str | None,
     typer.Argument(
         metavar="[MODEL_DIR]", help="A model folder, or a folder of model folders.", show_default=False
     ),
@@ -174,7 +172,7 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
 
     Where machines have joined this one's cluster, a plan says which of them run what.
 
-    Example: omlx serve ~/models/Qwen3-8B-4bit
+    Example: omlx serve ~/models/Qwen3-8B-4bit, or omlx serve mlx-community/Qwen3-8B-4bit from the hub
     """
     settings = load_settings(
         models=model_dir,
@@ -199,7 +197,7 @@ def serve(  # noqa: PLR0913 (one parameter a flag)
         api_key=api_key,
         log_level=log_level,
     )
-    run_server(settings, context.obj)
+    run_server(fetched(settings, model_dir), context.obj)
 
 
 @app.command()
@@ -245,41 +243,6 @@ def models(model_dir: ModelArgument = None) -> None:
         )
     if table.row_count == 0:
         raise BadSetting(f"no models in {settings.models}: put model folders there, or name another folder")
-    console.print(table)
-
-
-@app.command()
-def plan(
-    model_dir: Annotated[Path, typer.Argument(help="A model folder; only headers are read.")],
-    node: Annotated[
-        list[str],
-        typer.Option(help="A machine and the memory it gives: studio=64GB. Once for each, in order."),
-    ],
-    context_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens per sequence \\[default: the model's own context, 32768 at most]."),
-    ] = None,
-    sequences: Annotated[int, typer.Option(help="Sequences of that length at once.")] = 1,
-) -> None:
-    """Show which layers each machine would hold, in exact bytes, or what is missing. Loads nothing.
-
-    Example: omlx plan ~/models/Qwen3-32B-4bit --node studio=64GB --node mini=16GB
-    """
-    manifest = read_manifest(model_dir)
-    context = context_tokens or min(manifest.context_tokens or MOST_PLANNED, MOST_PLANNED)
-    shards = plan_shards(
-        manifest, [parse_node(text) for text in node], context_tokens=context, sequences=sequences
-    )
-    table = Table(
-        "node", "layers", "weights", "cache", "scratch", "free of", title=f"{sequences} x {context} tokens"
-    )
-    for stage in shards.stages:
-        table.add_row(
-            stage.node.name,
-            f"{stage.span.start} to {stage.span.end - 1}",
-            *(gigabytes(size) for size in (stage.weights, stage.kv, stage.scratch)),
-            f"{gigabytes(stage.headroom)} of {gigabytes(stage.node.bytes)}",
-        )
     console.print(table)
 
 

@@ -1,13 +1,14 @@
-"""The running server of this machine, asked over HTTP: its shard map, and what it shall do."""
+"""The running server of this machine, asked over HTTP: its shard map, its offers, and what it shall do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
+from omlx.cluster.offer import Offer
 from omlx.cluster.shard_map import ShardMap
 from omlx.errors import BadSetting, Full, OmlxError, Refused
 from omlx.settings import Settings
@@ -21,6 +22,8 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 MOST_QUOTED = 200
 UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -30,6 +33,15 @@ class Look:
     why: str | None
     heard: bool
     """Something answered there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """As `Look`, of an offer."""
+
+    offer: Offer | None
+    why: str | None
+    heard: bool
 
 
 class ControlClient:
@@ -61,16 +73,24 @@ class ControlClient:
 
     def look(self) -> Look:
         """Never raises for what the server does or is."""
+        return Look(*self._get("cluster", ShardMap))
+
+    def offer(self, model: str) -> Asked:
+        """What it plans a model with, by its id or folder. Never raises, as `look`."""
+        return Asked(*self._get("offer", Offer, model=model))
+
+    def _get(self, path: str, kind: type[T], **query: str) -> tuple[T | None, str | None, bool]:
+        """What it says; or why there is nothing, and whether something answered."""
         try:
-            answer = self._http.get("cluster", timeout=self._look_s)
+            answer = self._http.get(path, params=query, timeout=self._look_s)
             self._check(answer)
-            return Look(msgspec.json.decode(answer.content, type=ShardMap), None, heard=True)
+            return msgspec.json.decode(answer.content, type=kind), None, True
         except httpx.HTTPError as error:
-            return Look(None, self._silence(error), heard=not isinstance(error, UNREACHED))
+            return None, self._silence(error), not isinstance(error, UNREACHED)
         except msgspec.MsgspecError:
-            return Look(None, f"what answers at {self.place} is no omlx server of this version", heard=True)
+            return None, f"what answers at {self.place} is no omlx server of this version", True
         except OmlxError as error:
-            return Look(None, str(error), heard=True)
+            return None, str(error), True
 
     def activate(self, model: str) -> dict[str, Any]:
         """Returns once it is loaded. Like all below raises Refused, Full, OmlxError as the server answers."""

@@ -54,7 +54,7 @@ def doctor(folder: ClusterFolder = CLUSTER_FOLDER, port: ServerPort = None, as_j
     else:
         console.print(own_table(here))
         for report in reports:
-            show(report)
+            show(report, "can serve", "cannot serve")
         if fit:
             console.print("nothing stands in the way", style="green")
     if not fit:

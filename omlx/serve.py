@@ -20,6 +20,7 @@ from omlx.cluster.local_actor import Spare, discard_all, place_from
 from omlx.cluster.local_site import LocalSite
 from omlx.cluster.machine import memory_available_bytes, memory_ceiling_bytes
 from omlx.cluster.members import read_members
+from omlx.cluster.offer import Terms
 from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.errors import BadModel, BadSetting
 from omlx.node.client import Placement
@@ -114,7 +115,7 @@ async def running(
             alone = LocalSite(settings, kept, memory_available_bytes, place)
             coordinator = Coordinator(library, settings, alone, kept, progress)
             stack.push_async_callback(coordinator.close)
-            yield Levers(coordinator, alone)
+            yield Levers(coordinator, alone, Terms.of(settings))
             return
         # Imported where there is a cluster: its libraries need not be installed elsewhere.
         from omlx.cluster.cluster_site import open_cluster_site
@@ -124,7 +125,8 @@ async def running(
         coordinator = Coordinator(library, settings, site, kept, progress)
         stack.push_async_callback(coordinator.close)
         reconciler = await stack.enter_async_context(reconciling(coordinator, site))
-        yield Levers(coordinator, site, reconciler, site.rays.trust.cluster_id)
+        terms, cluster_id = Terms.of(settings), site.rays.trust.cluster_id
+        yield Levers(coordinator, site, terms, reconciler, cluster_id)
 
 
 def has_nodes(settings: Settings) -> bool:

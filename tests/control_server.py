@@ -11,6 +11,9 @@ from typing import Any
 import uvicorn
 
 from omlx.api.app import create_app
+from omlx.cluster.fleet import Machine
+from omlx.cluster.offer import Offer, Offered, Terms
+from omlx.cluster.rates import LinkRate, NodeRates, rates_by_chip
 from omlx.cluster.shard_map import ModelView, NodeView, ShardMap, StageView
 from omlx.errors import OmlxError
 from omlx.ids import ModelId
@@ -41,6 +44,21 @@ NODES = (
     NodeView("mini", MINI, False, "up", None, 16 * GB, 10 * GB),
 )
 MAP = ShardMap("c1", NODES, (MODEL, IDLE))
+OFFER = Offer(
+    (
+        Offered(
+            Machine(STUDIO, "studio", 64 * GB, 40 * GB, rates_by_chip("m4 max"), None),
+            NodeRates(200e9, 5e12),
+            free_bytes=48 * GB,
+        ),
+        Offered(
+            Machine(MINI, "mini", 16 * GB, 10 * GB, rates_by_chip("m4"), LinkRate(2e-4, 1e9), "mini.local"),
+            NodeRates(60e9, 2e12),
+        ),
+    ),
+    (("mini", "studio", LinkRate(1e-4, 1e9)),),
+    Terms(),
+)
 
 
 def with_lost_stage(map: ShardMap) -> ShardMap:
@@ -58,9 +76,10 @@ class ScriptedControl:
 
     map: ShardMap = MAP
     failure: OmlxError | None = None
+    offered: Offer = OFFER
     asked: list[tuple[object, ...]] = field(default_factory=list)
     loading: asyncio.Event | None = None
-    """Where there is one, a load waits for it."""
+    """Where there is one, a load and a drain wait for it."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     proposal: Mapping[str, Any] = field(
@@ -70,15 +89,13 @@ class ScriptedControl:
     async def shard_map(self) -> ShardMap:
         return self.map
 
+    async def offer(self, model: str | None) -> Offer:
+        self._note("offer", model)
+        return self.offered
+
     async def activate(self, model_id: ModelId) -> None:
         self._note("activate", model_id)
-        self.began.set()
-        try:
-            if self.loading is not None:
-                await self.loading.wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
+        await self._take_time()
 
     async def deactivate(self, model_id: ModelId, within_s: float) -> None:
         self._note("deactivate", model_id, within_s)
@@ -89,9 +106,19 @@ class ScriptedControl:
 
     async def drain(self, node_id: str) -> None:
         self._note("drain", node_id)
+        await self._take_time()
 
     async def undrain(self, node_id: str) -> None:
         self._note("undrain", node_id)
+
+    async def _take_time(self) -> None:
+        self.began.set()
+        try:
+            if self.loading is not None:
+                await self.loading.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
 
     def _note(self, *asked: object) -> None:
         self.asked.append(asked)
@@ -116,7 +143,11 @@ async def controlled(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()  # a client that comes before the server accepts waits here
-        server = uvicorn.Server(uvicorn.Config(app, http="h11", lifespan="off", log_level="critical"))
+        # A request that hangs fails its test, not the whole run.
+        config = uvicorn.Config(
+            app, http="h11", lifespan="off", log_level="critical", timeout_graceful_shutdown=2
+        )
+        server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve([listener]))
         try:
             yield listener.getsockname()[1]

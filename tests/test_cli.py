@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from omlx import __version__
@@ -55,7 +56,7 @@ def changed(folder: Path, into: Path, **config: object) -> Path:
 def test_the_version_and_a_help_that_names_every_command() -> None:
     assert omlx("--version").stdout.strip() == f"omlx {__version__}"
     text = omlx("--help").stdout
-    for command in ("serve", "demo", "models", "plan", "bench", "cache"):
+    for command in ("serve", "demo", "models", "bench", "cache", "cluster", "node"):
         assert command in text
         assert omlx(command, "--help").returncode == 0
 
@@ -117,7 +118,7 @@ def test_a_family_that_cannot_be_split_is_named_and_told_how_to_serve_it(tiny: T
 
 def test_more_stages_than_layers_is_refused(tiny: Tiny) -> None:
     line = refused("serve", tiny("tiny-llama"), "--stages", "9", "--port", str(free_port()))
-    assert "9" in line and "4" in line
+    assert "9 stages for the 4 layers" in line
 
 
 def test_too_little_memory_is_shown_as_arithmetic_before_anything_is_loaded(
@@ -162,7 +163,12 @@ def test_a_taken_port_ends_a_second_start_before_it_loads_anything(tiny: Tiny) -
 
 
 def test_an_open_bind_without_a_key_is_refused_and_with_one_asks_for_it(tiny: Tiny) -> None:
-    assert "api-key" in refused("serve", tiny("tiny-llama"), "--host", "0.0.0.0")
+    folder, key = tiny("tiny-llama"), "correct-horse"
+    assert "api-key" in refused("serve", folder, "--host", "0.0.0.0")
+    with serve(folder, "--host", "0.0.0.0", "--api-key", key) as running:
+        models = f"{running.url}/v1/models"
+        assert httpx.get(models, trust_env=False).status_code == 401
+        assert httpx.get(models, headers={"x-api-key": key}, trust_env=False).status_code == 200
 
 
 def test_flag_beats_environment_beats_file_and_a_bad_value_is_named(tiny: Tiny, tmp_path: Path) -> None:
@@ -232,13 +238,13 @@ def test_models_lists_what_would_be_served_and_what_is_wrong_with_the_rest(
     assert "good" in text and "qwen3" in text and "model_type" in text
 
 
-def test_plan_shows_spans_in_bytes_and_the_shortfall_where_nothing_fits(tiny: Tiny) -> None:
+def test_plan_is_a_command_of_the_cluster_alone_and_what_does_not_fit_is_one_line(tiny: Tiny) -> None:
     folder = tiny("tiny-llama")
-    done = omlx("plan", folder, "--node", "studio=2GB", "--node", "mini=1GB")
-    assert done.returncode == 0
-    assert "studio" in done.stdout and "mini" in done.stdout
-    assert "short" in refused("plan", folder, "--node", "mini=100kB")
-    assert "name=SIZE" in refused("plan", folder, "--node", "mini")
+    assert omlx("plan", folder).returncode == 2
+    nodes = ("--only", "--node", "studio=2GB", "--node", "mini=1GB")
+    assert "studio" in omlx("cluster", "plan", folder, *nodes).stdout
+    assert "short" in refused("cluster", "plan", folder, "--only", "--node", "mini=100kB")
+    assert "name=SIZE" in refused("cluster", "plan", folder, "--only", "--node", "mini")
 
 
 def test_ctrl_c_stops_a_server_cleanly_and_leaves_no_stage(tiny: Tiny) -> None:
@@ -246,7 +252,7 @@ def test_ctrl_c_stops_a_server_cleanly_and_leaves_no_stage(tiny: Tiny) -> None:
         stages = running.stages()
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(timeout=20) == 0
-        assert all(not stage.is_running() for stage in stages)
+        assert stages and not any(stage.is_running() for stage in stages)
 
 
 def imported_by(code: str, *arguments: str) -> set[str]:

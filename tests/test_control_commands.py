@@ -1,5 +1,6 @@
 """`omlx cluster status`, `activate`, `deactivate`, `rebalance` and `leave` against a running server."""
 
+import asyncio
 import json
 import os
 import pty
@@ -17,9 +18,10 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from omlx import cluster_commands
+from omlx.cluster import joining
 from omlx.cluster.members import Joined, add_member, read_members
 from omlx.cluster.nodes import NodeId
-from omlx.cluster.trust import init_trust, issue
+from omlx.cluster.trust import Trust, init_trust, issue
 from omlx.errors import BadSetting, DoesNotFit, Full, ModelNotFound, OmlxError, Refused
 from tests.control_server import MAP, MINI, ScriptedControl, in_a_thread, with_lost_stage
 from tests.test_cli import OMLX, omlx, refused
@@ -286,6 +288,35 @@ def test_a_node_that_cannot_be_drained_stays_unless_it_shall_leave_now(folder: P
         assert names(folder) == ["mini"]
         said = json.loads(done(run("leave", "mini", "--now", "--json", *where)).stdout)
     assert said["drained"] is False and names(folder) == []
+
+
+def test_a_node_that_is_drained_and_then_cannot_leave_is_given_back_to_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def let_go(trust: Trust, node: Joined) -> None:
+        raise BadSetting("the ledger is held by another command")
+
+    monkeypatch.setattr(joining, "leave", let_go)
+    control = ScriptedControl()
+    with in_a_thread(control) as port:
+        result = run("leave", "mini", "--port", port, "--folder", folder)
+    assert isinstance(result.exception, BadSetting) and names(folder) == ["mini"]
+    assert control.asked == [("drain", MINI), ("undrain", MINI)] and "in use again" in result.stderr
+
+
+def test_ctrl_c_while_a_node_is_drained_gives_it_back_to_use(folder: Path, tmp_path: Path) -> None:
+    control = ScriptedControl(loading=asyncio.Event())
+    with in_a_thread(control) as port:
+        words = ["cluster", "leave", "mini", "--port", str(port), "--folder", str(folder)]
+        leaving = subprocess.Popen([*OMLX, *words], stderr=subprocess.PIPE, text=True)
+        try:
+            wait_until(control.began.is_set, 30)
+            leaving.send_signal(signal.SIGINT)
+            _, said = leaving.communicate(timeout=30)
+        finally:
+            leaving.kill()
+        wait_until(control.cancelled.is_set, 10)
+    assert leaving.returncode != 0 and "Traceback" not in said and names(folder) == ["mini"]
 
 
 def test_a_server_that_does_not_let_us_in_keeps_the_node_too(folder: Path) -> None:

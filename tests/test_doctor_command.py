@@ -87,8 +87,10 @@ def test_a_cluster_whose_node_answers_and_whose_server_runs_has_nothing_wrong(
         result = run(trust.folder, port)
         said = json.loads(run(trust.folder, port, "--json").stdout)
     assert result.exit_code == 0, result.output
-    for word in ("this machine", "answers at", "is free", "certificate of mini", "clock", "nothing stands"):
+    shown = ("this machine", "answers at", "is free", "certificate of mini", "clock")
+    for word in (*shown, "can serve", "nothing stands"):
         assert word in result.stdout
+    assert "join" not in result.stdout, "it has joined"
     assert said["fit"] is True and [node["host"] for node in said["nodes"]] == ["127.0.0.1"]
 
 

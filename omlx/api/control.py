@@ -16,6 +16,7 @@ from omlx.api.errors import INTERNAL, error_body, fault_of, request_id_of
 from omlx.api.models import Models, find_card
 from omlx.api.openai.fields import Strict
 from omlx.api.parse import parse_body
+from omlx.cluster.offer import Offer
 from omlx.cluster.shard_map import ShardMap
 from omlx.errors import OmlxError, Refused
 from omlx.ids import ModelId
@@ -29,10 +30,14 @@ class Control(Protocol):
     """A running server's levers.
 
     Each call raises Refused, with the sentence, for what cannot be, and another OmlxError for what went
-    wrong. A client that goes away cancels `activate` alone; what else it asked for is carried out.
+    wrong. A client that goes away cancels `activate` and `drain`; what else it asked for is carried out.
     """
 
     async def shard_map(self) -> ShardMap: ...
+    async def offer(self, model: str | None) -> Offer:
+        """What a plan is made of now, for the loaded model of that id or folder, else for one beside them;
+        nothing is opened by that name."""
+
     async def activate(self, model_id: ModelId) -> None:
         """Load it; returns once it answers. A caller that is cancelled stops no load."""
 
@@ -44,7 +49,8 @@ class Control(Protocol):
         did; and whatever else a script may want."""
 
     async def drain(self, node_id: str) -> None:
-        """Give the node no new stages and move those that it has; returns once it holds none."""
+        """Give the node no new stages and move those that it has; returns once it holds none. Refused or
+        cancelled, it is in use again."""
 
     async def undrain(self, node_id: str) -> None:
         """Use it again."""
@@ -69,6 +75,10 @@ def router(models: Models, control: Control) -> APIRouter:
     @routes.get("/cluster")
     async def cluster() -> Response:
         return JSONResponse(asdict(await control.shard_map()))
+
+    @routes.get("/offer")
+    async def offer(model: str | None = None) -> Response:
+        return JSONResponse(asdict(await control.offer(model)))
 
     @routes.post("/models/{model_id:path}/activate")
     async def activate(request: Request, model_id: str) -> Response:
@@ -95,7 +105,7 @@ def router(models: Models, control: Control) -> APIRouter:
         await parse_body(request, Order)
         if (refusal := _unknown(await control.shard_map(), node_id)) is not None:
             return refusal
-        await control.drain(node_id)
+        await while_connected(request.receive, control.drain(node_id))
         return JSONResponse({"node_id": node_id, "drained": True})
 
     @routes.post("/nodes/{node_id}/undrain")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from omlx.cluster.candidate import Candidate
 from omlx.cluster.forecast import Forecast, Way, forecast, milliseconds
 from omlx.cluster.layer_costs import ModelWork
+from omlx.cluster.offer import Offer
 from omlx.cluster.order_search import in_order
 from omlx.cluster.partition import LayerSums
 from omlx.cluster.placement import Demand, Placement, build_problem, place, span_bytes
@@ -68,6 +69,19 @@ def choose(
             left_out = tuple(node for node in candidates if node.name not in names)
             best = Choice(rival, seen, left_out, passed_over=expected)
     return best
+
+
+def choose_of(
+    manifest: ModelManifest, offer: Offer, links: Links, demand: Demand, prompt_tokens: int = 1024
+) -> tuple[Choice, bool]:
+    """What is chosen of an offer, and whether the hot tier has its room beside it: it goes without where the
+    model would not fit else. Raises as `place`."""
+    try:
+        if beside := offer.candidates():
+            return choose(manifest, beside, links, demand, prompt_tokens), True
+    except DoesNotFit:
+        pass  # perhaps without
+    return choose(manifest, offer.candidates(with_hot=False), links, demand, prompt_tokens), False
 
 
 def _with_fewer(manifest: ModelManifest, first: Placement, links: Links) -> Iterator[Placement]:

@@ -1,29 +1,25 @@
 """Several machines: stages on the nodes that a plan chooses, and chooses again when one is lost."""
 
 import asyncio
-import platform
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
 import structlog
 
-from omlx.cluster.candidate import Candidate
-from omlx.cluster.choice import Choice, choose
-from omlx.cluster.fleet import Fleet, Machine, fleet_of
+from omlx.cluster.choice import choose_of
+from omlx.cluster.fleet import Fleet, Machine, fleet_of, names_of, this_machine
 from omlx.cluster.headroom import Headroom, MemorySample, begin, follow
 from omlx.cluster.keeping import Keeping
 from omlx.cluster.liveness import who_answers
 from omlx.cluster.machine import memory_available_bytes
 from omlx.cluster.measure import Measures
-from omlx.cluster.node_identity import chip
-from omlx.cluster.placement import Demand, Placement
+from omlx.cluster.offer import Offer, Terms, offer_of
+from omlx.cluster.placement import Demand, Placement, demand_of
 from omlx.cluster.planner import Span
 from omlx.cluster.private_files import CLUSTER_FOLDER
-from omlx.cluster.rates import Links, rates_by_chip
 from omlx.cluster.ray_site import RaySite, open_ray_site
 from omlx.cluster.rebalance import MoveCosts, Proposal, propose
 from omlx.cluster.remote_actor import RayPlacement
@@ -44,19 +40,6 @@ GATHER_WITHIN_S = 30.0
 CACHE_THERE = "~/.omlx/cache"
 """Of another machine's SSD."""
 TELL_EVERY_S = 5.0
-MANY = 8
-"""A plan for throughput counts with so many sequences, which share the memory of one long one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What a plan is made of."""
-
-    fleet: Fleet
-    candidates: list[Candidate]
-    links: Links
-    hot_bytes: Mapping[str, int]
-    """By node id: set aside for what is kept."""
 
 
 class Unfurnished(OmlxError):
@@ -118,7 +101,7 @@ class ClusterSite:
 
     async def again(self, need: Need, before: Layout, lost: frozenset[str]) -> Layout:
         """On the same nodes where all of them answer, else by another plan. Raises NodesAway."""
-        answering = await who_answers(self.rays.members)
+        answering = await who_answers(self.rays.members, doubted=lost)
         there = (self.usable() & answering) | (before.nodes - lost) | {self.here.node_id}
         there |= {node for node in lost if node in answering and not self.rays.doubts(node)}
         if before.nodes <= there:
@@ -163,10 +146,19 @@ class ClusterSite:
         self._headroom[node] = follow(before, sample)
         return self._headroom[node].budget_bytes != before.budget_bytes
 
+    async def provide_against(self, need: Need, lost: str) -> None:
+        """Bring to the others what they would have to read if that node were lost now.
+
+        Raises DoesNotFit where they cannot hold the model, Unfurnished.
+        """
+        await self.furnish(need, await self._best(need, self.usable() - {lost}))
+
     async def _planned(self, need: Need, among: frozenset[str]) -> Layout:
         """By a plan whose nodes have the weights; who cannot get them is left out of the next one."""
         while True:
             layout = await self._best(need, among)
+            if not any(layout.hot_bytes) and self.keeping.hot_bytes(need.models, self.here.budget_bytes):
+                log.warning("no memory is left for the hot tier", model=need.model)
             try:
                 return await self.furnish(need, layout)
             except Unfurnished as error:
@@ -175,14 +167,10 @@ class ClusterSite:
                 among -= {error.node}
 
     async def _best(self, need: Need, among: frozenset[str]) -> Layout:
-        offer = self._offer(need, among)
-        try:
-            choice = await self._chosen(need, offer)
-        except DoesNotFit:
-            offer = self._offer(need, among, with_hot=False)
-            choice = await self._chosen(need, offer)
-            log.warning("no memory is left for the hot tier", model=need.model)
-        return self._as_layout(need, offer, choice.placement)
+        offer = self.offer(need, among)
+        plan = need.manifest, offer, offer.links(), self.demand(need)
+        choice, with_hot = await asyncio.to_thread(choose_of, *plan)
+        return self._as_layout(need, offer, choice.placement, with_hot=with_hot)
 
     async def furnish(self, need: Need, layout: Layout) -> Layout:
         """The same, with each node's own folder of the model once that has what its part reads.
@@ -208,56 +196,47 @@ class ClusterSite:
             self._folders[whole if provided.whole else key] = provided.folder
         return replace(part, folder=self._folders.get(whole) or self._folders[key])
 
-    async def _chosen(self, need: Need, offer: "_Offer") -> Choice:
-        demand = self.demand(need)
-        return await asyncio.to_thread(choose, need.manifest, offer.candidates, offer.links, demand)
-
     def propose(self, need: Need, layout: Layout, running_tokens: int) -> tuple[Proposal, Layout]:
         """Where a model that runs like this should run by today's figures, and that as a layout.
 
         Takes some hundredths of a second of a core. Raises DoesNotFit.
         """
-        there = (self.usable() | layout.nodes) - self.rays.draining
-        offer = self._offer(need, there, with_hot=any(layout.hot_bytes))
+        offer = self.offer(need, (self.usable() | layout.nodes) - self.rays.draining)
+        with_hot = any(layout.hot_bytes)
         stages = [(self.name(part.node), span_of(part, need.manifest)) for part in layout.parts]
-        costs = MoveCosts(running_tokens)
-        demand = self.demand(need)
-        proposal = propose(need.manifest, stages, offer.candidates, offer.links, demand, costs)
-        return proposal, self._as_layout(need, offer, proposal.placement)
+        candidates, costs = offer.candidates(with_hot=with_hot), MoveCosts(running_tokens)
+        proposal = propose(need.manifest, stages, candidates, offer.links(), self.demand(need), costs)
+        return proposal, self._as_layout(need, offer, proposal.placement, with_hot=with_hot)
 
-    def _offer(self, need: Need, among: frozenset[str], *, with_hot: bool = True) -> "_Offer":
+    def offer(self, need: Need, among: frozenset[str]) -> Offer:
+        """What plans of the model are made of, with layers for those nodes alone."""
         fleet = self.fleet()
-        hot = {
-            one.node_id: self.keeping.hot_bytes(need.models, one.budget_bytes) if with_hot else 0
-            for one in fleet.machines
-        }
-        taken = {one.node_id: need.taken.get(one.node_id, 0) + hot[one.node_id] for one in fleet.machines}
-        own = self.here.name
-        free = max(1, self.available_bytes() + need.held.get(self.here.node_id, 0))
-        candidates = [
-            replace(one, budget=replace(one.budget, bytes=free))
-            if one.name == own and free < one.budget.bytes
-            else one
-            for one in fleet.candidates(among, taken)
-        ]
-        links = self.measures.links(fleet.links())
-        return _Offer(fleet, self.measures.candidates(candidates, need.folder), links, hot)
+        free = self.available_bytes() + need.held.get(self.here.node_id, 0)
+        return offer_of(
+            fleet,
+            Terms.of(self.settings),
+            self.measures,
+            folder=need.folder,
+            models=need.models,
+            taken=need.taken,
+            free_bytes={self.here.node_id: free},
+            idle={one.node_id: "" for one in fleet.machines if one.node_id not in among},
+        )
 
     def demand(self, need: Need) -> Demand:
         """What plans are made for."""
-        if self.settings.objective == "single":
-            return Demand(need.least_tokens, step_tokens=self.settings.step_tokens)
-        many = min(MANY, self.settings.max_concurrent_requests)
-        return Demand(-(-need.least_tokens // many), many, "throughput", self.settings.step_tokens)
+        return demand_of(Terms.of(self.settings), need.least_tokens)
 
-    def _as_layout(self, need: Need, offer: "_Offer", placement: Placement) -> Layout:
-        machines = [offer.fleet.named(stage.node.name) for stage in placement.plan.stages]
+    def _as_layout(self, need: Need, offer: Offer, placement: Placement, *, with_hot: bool) -> Layout:
+        by_name = {one.machine.name: one.machine for one in offer.machines}
+        machines = [by_name[stage.node.name] for stage in placement.plan.stages]
+        hot = offer.hot_bytes() if with_hot else {}
         layout = layout_of(
             need.manifest,
             placement.plan,
             nodes=[one.node_id for one in machines],
             memory_shares=[min(1.0, one.budget_bytes / one.memory_bytes) for one in machines],
-            hot_bytes=[offer.hot_bytes[one.node_id] for one in machines],
+            hot_bytes=[hot.get(one.node_id, 0) for one in machines],
             places=self.settings.max_concurrent_requests,
         )
         parts = tuple(
@@ -287,8 +266,7 @@ class ClusterSite:
         return next((one.addresses[0] for one in self.rays.members if one.id == node), node)
 
     def name(self, node: str) -> str:
-        machine = self.fleet().find(node)
-        return machine.name if machine is not None else node[:8]
+        return names_of(self.here, self.rays.members).get(node, node[:8])
 
 
 @asynccontextmanager
@@ -296,12 +274,5 @@ async def open_cluster_site(settings: Settings, keeping: Keeping) -> AsyncIterat
     """The cluster that this machine made. Raises BadSetting, RayFailed."""
     trust = await asyncio.to_thread(open_trust, CLUSTER_FOLDER)
     async with open_ray_site(trust, settings.ray_port) as rays:
-        here = Machine(
-            rays.member.node_id,
-            platform.node().split(".")[0] or "here",
-            int(psutil.virtual_memory().total),
-            keeping.ceiling_bytes,
-            rates_by_chip(chip() or "unknown"),
-            None,
-        )
+        here = await asyncio.to_thread(this_machine, rays.member.node_id, keeping.ceiling_bytes)
         yield ClusterSite(settings, keeping, here, rays, memory_available_bytes)

@@ -2,11 +2,17 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omlx.cluster.coordinator import Coordinator, Served
+from omlx.cluster.fleet import Fleet, this_machine
+from omlx.cluster.liveness import who_answers
+from omlx.cluster.machine import memory_available_bytes
+from omlx.cluster.offer import SILENT, Offer, Terms, offer_of
 from omlx.cluster.shard_map import ModelView, ShardMap, StageState, StageView
 from omlx.cluster.site import Site, span_of
 from omlx.errors import BadSetting, Refused
@@ -26,6 +32,7 @@ class Levers:
 
     coordinator: Coordinator
     site: Site
+    terms: Terms
     reconciler: "Reconciler | None" = None
     cluster_id: str | None = None
     _busy: dict[tuple[ModelId, int], tuple[float, float]] = field(default_factory=dict)
@@ -35,6 +42,20 @@ class Levers:
         loaded = {served.engine.model: served for served in self.coordinator.loaded()}
         models = tuple(self._model(health, loaded.get(health.id)) for health in self.coordinator.health())
         return ShardMap(self.cluster_id, self.site.nodes(), models)
+
+    async def offer(self, model: str | None) -> Offer:
+        """What a plan is made of: for the model that is loaded by that id or from that folder, else for one
+        that is loaded beside all of them."""
+        loaded = self.coordinator.loaded()
+        served = next((one for one in loaded if model in (one.engine.model, _folder_of(one))), None)
+        taken, held = Counter[str](), Counter[str]()
+        for one in loaded:
+            if one.engine.failure is None:
+                (held if one is served else taken).update(one.bytes())
+        if self.reconciler is None:
+            return await self._offer_alone(served, taken, held)
+        folder = model if served is None else _folder_of(served)
+        return await self._offer_of_all(served, folder, taken, held)
 
     async def activate(self, model_id: ModelId) -> None:
         """Raises as `Coordinator.chat_model`."""
@@ -55,19 +76,19 @@ class Levers:
         return {**proposal.as_json(), "lines": proposal.lines(), "moved": moves}
 
     async def drain(self, node_id: str) -> None:
-        """Raises Refused where what it runs finds no other place within two minutes."""
+        """Raises Refused where what it runs finds no other place within two minutes. Whatever else ends this,
+        its caller's going away too, the node is in use again."""
         rays = self._cluster().site.rays
         if node_id == rays.member.node_id:
             raise BadSetting("this machine runs the server: it cannot be drained, only the others")
         rays.drain(node_id, on=True)
-        end = time.monotonic() + DRAIN_WITHIN_S
-        while held := self._held_by(node_id):
-            why = self._cluster().why(held)
-            if why is not None or time.monotonic() > end:
+        drained = False
+        try:
+            await self._emptied(node_id)
+            drained = True
+        finally:
+            if not drained:
                 rays.drain(node_id, on=False)
-                late = f"it still runs there after {DRAIN_WITHIN_S:.0f} s"
-                raise Refused(f"{held} cannot do without that node, which stays in use: {why or late}")
-            await asyncio.sleep(LOOK_EVERY_S)
 
     async def undrain(self, node_id: str) -> None:
         self._cluster().site.rays.drain(node_id, on=False)
@@ -84,6 +105,54 @@ class Levers:
             if served.engine.model == model_id:
                 return served
         raise Refused(f"{model_id} is not loaded: `omlx cluster activate {model_id}` loads it")
+
+    async def _offer_alone(
+        self, served: Served | None, taken: Mapping[str, int], held: Mapping[str, int]
+    ) -> Offer:
+        (view,) = self.site.nodes()
+        here = await asyncio.to_thread(this_machine, "", view.budget_bytes)
+        offer = offer_of(
+            Fleet((here,)),
+            self.terms,
+            models=len(self.coordinator.cards()),
+            taken={here.node_id: sum(taken.values())},
+            free_bytes={here.node_id: memory_available_bytes() + sum(held.values())},
+        )
+        return replace(offer, folder=None if served is None else _folder_of(served))
+
+    async def _offer_of_all(
+        self, served: Served | None, folder: str | None, taken: Mapping[str, int], held: Mapping[str, int]
+    ) -> Offer:
+        site = self._cluster().site
+        here = site.here.node_id
+        answering = await who_answers(site.rays.members) | {here}
+        there = site.usable() & answering
+        if served is not None:
+            there = (there | served.engine.layout.nodes) - site.rays.draining
+        offer = offer_of(
+            site.fleet(),
+            self.terms,
+            site.measures,
+            folder=None if folder is None else Path(folder),
+            models=len(self.coordinator.cards()),
+            taken=taken,
+            free_bytes={here: site.available_bytes() + held.get(here, 0)},
+            idle={
+                node.node_id: node.why or (f"it is {node.state}" if node.node_id in answering else SILENT)
+                for node in site.nodes()
+                if node.node_id is not None and node.node_id not in there
+            },
+        )
+        return replace(offer, folder=folder if served is not None else None)
+
+    async def _emptied(self, node_id: str) -> None:
+        end = time.monotonic() + DRAIN_WITHIN_S
+        while held := self._held_by(node_id):
+            why = self._cluster().why(held)
+            if why is not None or time.monotonic() > end:
+                late = f"it still runs there after {DRAIN_WITHIN_S:.0f} s"
+                raise Refused(f"{held} cannot do without that node, which stays in use: {why or late}")
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def _held_by(self, node_id: str) -> ModelId | None:
         for served in self.coordinator.loaded():
@@ -135,3 +204,7 @@ class Levers:
         if before is None or not before[1] <= busy_s or now <= before[0]:
             return None
         return min(1.0, (busy_s - before[1]) / (now - before[0]))
+
+
+def _folder_of(served: Served) -> str:
+    return str(served.manifest.folder.resolve())

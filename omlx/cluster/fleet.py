@@ -1,16 +1,21 @@
-"""The machines of a cluster as a plan sees them: what each gives, how fast it is, what joins them. Pure."""
+"""The machines of a cluster as a plan sees them: what each gives, how fast it is, what joins them."""
 
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
+import psutil
+
 from omlx.cache.budget import parse_size
-from omlx.cluster.candidate import Candidate, Role, budget_of
+from omlx.cluster.candidate import Role, budget_of
 from omlx.cluster.members import Joined
-from omlx.cluster.planner import NodeBudget
+from omlx.cluster.node_identity import chip
 from omlx.cluster.rates import LINKS, LinkRate, Links, NodeRates, rates_by_chip
 
 DEFAULT_ROLE: Role = "workstation"
+LEAST_OF_AN_ID = 4
+"""Characters by which a node may be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +23,24 @@ class Machine:
     """A node of the cluster, this one among them."""
 
     node_id: str
+    """Empty: it is in no cluster."""
     name: str
     """Of no other one in this cluster."""
     memory_bytes: int
     budget_bytes: int
     """What models may take of it."""
     rates: NodeRates
+    """As the table says of its chip."""
     link: LinkRate | None
     """To this machine, where it was measured."""
+    host: str | None = None
+    """Where it is reached over SSH; None: it is this one."""
+
+    def is_called(self, word: str) -> bool:
+        """By name, host, or the beginning of its id."""
+        return word in (self.name, self.host) or (
+            len(word) >= LEAST_OF_AN_ID and self.node_id.startswith(word)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,45 +52,53 @@ class Fleet:
     def find(self, node_id: str) -> Machine | None:
         return next((one for one in self.machines if one.node_id == node_id), None)
 
-    def named(self, name: str) -> Machine:
-        return next(one for one in self.machines if one.name == name)
-
     def links(self, default: LinkRate = LINKS["ethernet"]) -> Links:
         """By the machines' names."""
         here, *others = self.machines
         return Links.of([(here.name, one.name, one.link) for one in others if one.link is not None], default)
 
-    def candidates(self, among: Iterable[str], taken: Mapping[str, int]) -> list[Candidate]:
-        """Those whose node ids are `among`, with what others leave of them; none with nothing left."""
-        wanted = set(among)
-        left = {one: one.budget_bytes - taken.get(one.node_id, 0) for one in self.machines}
-        return [
-            Candidate(NodeBudget(one.name, bytes), one.rates)
-            for one, bytes in left.items()
-            if one.node_id in wanted and bytes > 0
-        ]
+
+def this_machine(node_id: str, budget_bytes: int) -> Machine:
+    """As it is; `budget_bytes`: what models may have of it at most."""
+    memory = int(psutil.virtual_memory().total)
+    name = platform.node().split(".")[0] or "here"
+    return Machine(node_id, name, memory, budget_bytes, rates_by_chip(chip() or "unknown", memory), None)
+
+
+def names_of(here: Machine, members: Iterable[Joined]) -> dict[str, str]:
+    """By node id, in the members' order: what each calls itself, with a part of its id where another one is
+    called so."""
+    names = {here.node_id: here.name}
+    taken = {here.name}
+    for one in members:
+        names[one.id] = one.name if one.name not in taken else f"{one.name}-{one.id[:LEAST_OF_AN_ID]}"
+        taken.add(names[one.id])
+    return names
 
 
 def fleet_of(here: Machine, members: Iterable[Joined], told: Mapping[str, str]) -> Fleet:
     """`told`: by name, host or beginning of an id, what a node gives: a role, a share of its memory, or a
     size. Raises BadSetting for what is none of these."""
-    machines, names = [here], {here.name}
-    for one in members:
-        name = one.name if one.name not in names else f"{one.name}-{one.id[:4]}"
-        names.add(name)
-        machines.append(
-            Machine(
-                one.id,
-                name,
-                one.memory_bytes,
-                given(_said(told, one.id, one.name, one.host), one.memory_bytes),
-                rates_by_chip(one.chip, one.memory_bytes),
-                None if one.fastest_link is None else LinkRate(*one.fastest_link),
-            )
-        )
-    if said := _said(told, here.node_id, here.name):
-        machines[0] = replace(here, budget_bytes=given(said, here.memory_bytes))
-    return Fleet(tuple(machines))
+    members = tuple(members)
+    names = names_of(here, members)
+    if said := _said(told, here):
+        here = replace(here, budget_bytes=given(said, here.memory_bytes))
+    return Fleet((here, *(_machine(one, names[one.id], told) for one in members)))
+
+
+def _machine(node: Joined, name: str, told: Mapping[str, str]) -> Machine:
+    machine = Machine(
+        node.id,
+        name,
+        node.memory_bytes,
+        0,
+        rates_by_chip(node.chip, node.memory_bytes),
+        None if node.fastest_link is None else LinkRate(*node.fastest_link),
+        node.host,
+    )
+    # What it calls itself counts too, where another one has that name here.
+    said = _said(told, machine) or told.get(node.name)
+    return replace(machine, budget_bytes=given(said, node.memory_bytes))
 
 
 def given(said: str | None, memory_bytes: int) -> int:
@@ -86,8 +109,5 @@ def given(said: str | None, memory_bytes: int) -> int:
     return parse_size(role, memory_bytes, "nodes")
 
 
-def _said(told: Mapping[str, str], id: str, *names: str) -> str | None:
-    for word, what in told.items():
-        if word in names or (len(word) >= 4 and id.startswith(word)):
-            return what
-    return None
+def _said(told: Mapping[str, str], machine: Machine) -> str | None:
+    return next((what for word, what in told.items() if machine.is_called(word)), None)

@@ -326,7 +326,7 @@ class Measures:
         line = line_of(stage.cost)
         if line is None:
             return False
-        key = node, stage.manifest.folder
+        key = node, stage.manifest.folder.resolve()
         record = self._records.get(key)
         if record is None or record.manifest != stage.manifest:
             record = self._records[key] = _Record(stage.manifest, ModelWork.of(stage.manifest, 1))
@@ -346,21 +346,12 @@ class Measures:
         before = told.line if span == told.span else foretold(record.work, span, told.rates, now)
         return now.differs(before, CHANGE if record.settled else EARLY)
 
-    def forget(self, node: str) -> None:
-        """It left, or it is another machine by that name."""
-        for key in [key for key in self._records if key[0] == node]:
-            del self._records[key]
-            self._told.pop(key, None)
-        for pair in [pair for pair in self._samples if node in pair]:
-            del self._samples[pair]
-            self._links.pop(pair, None)
-
     def rates(self, node: str, model: Path | None = None) -> NodeRates | None:
         """Of a node that ran something; for a model that it did not run by the middle of those that it did.
 
-        model: the manifest's folder. None: never measured.
+        model: the manifest's folder, however it is written. None: never measured.
         """
-        own = None if model is None else self._told.get((node, model))
+        own = None if model is None else self._told.get((node, model.resolve()))
         if own is not None:
             return own.rates
         seen = [told.rates for (name, _), told in self._told.items() if name == node]
@@ -382,7 +373,8 @@ class Measures:
         ]
 
     def _of_model(self, model: Path | None) -> list[NodeRates]:
-        return [told.rates for (_, folder), told in self._told.items() if folder == model]
+        wanted = None if model is None else model.resolve()
+        return [told.rates for (_, folder), told in self._told.items() if folder == wanted]
 
     def add_link(self, one: str, other: str, sample: LinkSample) -> bool:
         """Of either direction. True where another rate is told from now on."""

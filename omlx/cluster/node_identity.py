@@ -142,11 +142,13 @@ def chip() -> str | None:
     return _clean(named, r"[^A-Za-z0-9 ().@+_/,-]+", 40)
 
 
-def operating_system() -> str:
-    """`macOS 15.4`, `Linux 6.8.0`."""
-    if platform.system() == "Darwin":
-        return f"macOS {platform.mac_ver()[0]}"
-    return f"{platform.system()} {platform.release()}"
+def own_address(towards: tuple[str, int]) -> str:
+    """The address of this machine that the way to that place begins at. Nothing is sent. Raises OSError where
+    there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(towards)
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def own_addresses() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from omlx.cluster.candidate import Candidate
 from omlx.cluster.layer_costs import ModelWork
+from omlx.cluster.offer import Terms
 from omlx.cluster.order_search import bound, even_out, in_order, search_orders
 from omlx.cluster.partition import LayerSums
 from omlx.cluster.planner import ShardPlan, Span, gigabytes, stage_of
@@ -34,6 +35,9 @@ from omlx.node.manifest import ModelManifest
 Objective = Literal["throughput", "single"]
 Floats = NDArray[np.float64]
 
+MANY = 8
+"""Where it is for throughput a plan counts with so many sequences, which share the memory of one long one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -44,6 +48,27 @@ class Demand:
     """So many of that length at once: memory is counted for all of them."""
     objective: Objective = "single"
     step_tokens: int = 512
+
+
+def demand_of(
+    terms: Terms,
+    least_tokens: int,
+    *,
+    objective: Objective | None = None,
+    sequences: int | None = None,
+    context_tokens: int | None = None,
+) -> Demand:
+    """What a server plans for: one sequence of `least_tokens`, or for throughput many that share these; with
+    what else is asked for in the place of that."""
+    if objective is None:
+        objective = terms.objective
+        if sequences is not None:
+            objective = "single" if sequences == 1 else "throughput"
+    if sequences is None:
+        sequences = 1 if objective == "single" else min(MANY, terms.places)
+    if context_tokens is None:
+        context_tokens = -(-least_tokens // max(1, sequences))
+    return Demand(context_tokens, sequences, objective, terms.step_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +136,6 @@ def rows_of(demand: Demand, nodes: int) -> int:
     if demand.objective == "single":
         return 1
     return -(-demand.sequences // min(demand.sequences, nodes))
-
-
-def appraise(
-    manifest: ModelManifest,
-    stages: Sequence[tuple[Candidate, Span]],
-    links: Links,
-    demand: Demand,
-    rows: int,
-) -> float | None:
-    """What `place` would call `value_s` for stages that are there, in pipeline order: what a rebalance gains
-    is the difference. `rows`: as in the placement to compare with. None where it does not fit any more."""
-    load = LayerSums.of(manifest, demand.context_tokens, demand.sequences, demand.step_tokens)
-    work = ModelWork.of(manifest, demand.context_tokens)
-    problem = build_problem(load, work, [[node] for node, _ in stages], links, rows)
-    found = Found(tuple((index, span.start, span.end) for index, (_, span) in enumerate(stages)))
-    value = (SUM if demand.objective == "single" else SLOWEST).of(problem, found)
-    return value / TICKS_PER_S if value < NEVER else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ Ray does wrong is told in the log, once, and tried again.
 import asyncio
 import hashlib
 import re
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import psutil
 import structlog
 
 from omlx.cluster.head_address import HEAD_FILE, HeadAddress, read_head
+from omlx.cluster.node_identity import own_address
 from omlx.cluster.private_files import read_private
 from omlx.errors import OmlxError, RayFailed
 from omlx.node.tls import CERTIFICATE
@@ -127,24 +127,17 @@ class _Gone:
     """None: it did not come to that."""
 
 
-def own_address(head: HeadAddress) -> str:
-    """The address of this machine that the way to the head begins at. Nothing is sent. Raises RayFailed."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(head.place)
-        except OSError as error:
-            where = f"{head.address}:{head.port}"
-            raise RayFailed(f"there is no way to Ray's head at {where}: {error.strerror}") from None
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def _reach(home: Path, head: HeadAddress) -> "tuple[Member, str]":
     # Here and below: cryptography and more come along, and a machine that no head has called goes without.
     from omlx.cluster.membership import open_member
     from omlx.cluster.ray_access import check_head
 
-    member, address = open_member(home / "cluster"), own_address(head)
+    member = open_member(home / "cluster")
+    try:
+        address = own_address(head.place)
+    except OSError as error:
+        where = f"{head.address}:{head.port}"
+        raise RayFailed(f"there is no way to Ray's head at {where}: {error.strerror}") from None
     check_head(member, head.place)
     return member, address
 

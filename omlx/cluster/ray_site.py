@@ -1,7 +1,6 @@
 """Ray on the coordinator, and which nodes are in it: those that are missing are called."""
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -11,7 +10,7 @@ import structlog
 
 from omlx.cluster.members import Members, read_members
 from omlx.cluster.membership import Member, install_bundle, open_member
-from omlx.cluster.node_identity import own_addresses
+from omlx.cluster.node_identity import own_address, own_addresses
 from omlx.cluster.ray_driver import RayDriver
 from omlx.cluster.ray_processes import RaySession, reap_left_over, start_head
 from omlx.cluster.summoning import head_of, hindrance, summon
@@ -25,6 +24,8 @@ LOOK_EVERY_S, SEARCH_EVERY_S = 5.0, 1.0
 """Where all members are there, and where one comes or goes: each look costs some milliseconds of a core."""
 CALL_AGAIN_S, REMIND_S = 5.0, 60.0
 """A node that is not in Ray is called over SSH: one that did not hear it, and one that did."""
+DISCARD_PORT = 9
+"""Any would do: nothing is sent."""
 DOUBTED_S = 15.0
 """A node that took no stage gets none for so long, where others can have it."""
 
@@ -159,7 +160,7 @@ async def open_ray_site(trust: Trust, port: int) -> AsyncIterator[RaySite]:
     """Starts Ray's head here, and ends it. Raises BadSetting, RayFailed."""
     folder = trust.folder / "ray"
     members = await asyncio.to_thread(read_members, trust.folder)
-    address = own_address(members)
+    address = address_towards(members)
     member = await asyncio.to_thread(certified, trust, address)
     await asyncio.to_thread(reap_left_over, folder)
     token = trust.token()
@@ -176,13 +177,11 @@ async def open_ray_site(trust: Trust, port: int) -> AsyncIterator[RaySite]:
         await asyncio.to_thread(site.session.stop)
 
 
-def own_address(members: Members) -> str:
-    """Of this machine, on the way to the first member that there is a way to."""
+def address_towards(members: Members) -> str:
+    """Of this machine, on the way to the first member that there is a way to. Raises BadSetting."""
     for one in members:
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((one.addresses[0], 9))  # sends nothing
-            address: str = probe.getsockname()[0]
-            return address
+        with suppress(OSError):
+            return own_address((one.addresses[0], DISCARD_PORT))
     raise BadSetting("no node of the cluster can be reached from this machine: is a network up?")
 
 

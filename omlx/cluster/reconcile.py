@@ -17,6 +17,7 @@ from omlx.cluster.coordinator import Coordinator, Served
 from omlx.cluster.measure import LinkSample, StageTimes
 from omlx.cluster.rebalance import Proposal, worth
 from omlx.cluster.site import span_of
+from omlx.cluster.standby import Standby
 from omlx.errors import DoesNotFit, NodesAway, OmlxError, Refused
 from omlx.ids import ModelId
 from omlx.node.layout import Layout
@@ -40,6 +41,7 @@ class Reconciler:
 
     coordinator: Coordinator
     site: ClusterSite
+    standby: Standby
     _moved: dict[ModelId, float] = field(default_factory=dict)
     _away: set[ModelId] = field(default_factory=set)
     """Models that the machines there were could not hold."""
@@ -67,8 +69,10 @@ class Reconciler:
                 self._planned_at, self._unplanned = time.monotonic(), False
                 for one in served:
                     await self._look(one)
-            for model in list(self._away):
-                await self._come_back(model)
+            await self.come_back()
+            if not any(one.engine.busy or one.engine.recovering for one in served):
+                sound = [one for one in served if one.engine.failure is None]
+                self.standby.look([(self.coordinator.need(one), one.engine.layout) for one in sound])
 
     def _is_due(self, news: bool) -> bool:
         """While figures still change, a plan would soon be followed by another one."""
@@ -145,8 +149,17 @@ class Reconciler:
                 sample = LinkSample(stage.round_trip_s, machine.link.bytes_per_s)
                 self.site.measures.add_link(self.site.here.name, machine.name, sample)
 
+    async def come_back(self) -> None:
+        """With machines that returned, models may fit again that did not; but not who was deactivated."""
+        idle = {one.id for one in self.coordinator.health() if one.state == "idle"}
+        for model in list(self._away):
+            if model in idle:
+                self._away.discard(model)
+                self._why.pop(model, None)
+            else:
+                await self._come_back(model)
+
     async def _come_back(self, model: ModelId) -> None:
-        """With machines that returned, it may fit again."""
         failed = [one for one in self.coordinator.loaded() if one.engine.model == model]
         if failed and failed[0].engine.failure is not None:
             await self.coordinator.unload(model, 0.0)
@@ -174,10 +187,12 @@ class Reconciler:
 @asynccontextmanager
 async def reconciling(coordinator: Coordinator, site: ClusterSite) -> AsyncIterator[Reconciler]:
     """It runs meanwhile."""
-    reconciler = Reconciler(coordinator, site)
+    standby = Standby(site)
+    reconciler = Reconciler(coordinator, site, standby)
     task = watched(asyncio.create_task(reconciler.run(), name="reconciler"))
     try:
         yield reconciler
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        await standby.close()

@@ -1,6 +1,6 @@
 """ModelManifest: what a model weighs, layer by layer, from config.json and safetensors headers alone.
 
-Read before anything is loaded: by the library, by the planner, by `omlx plan`. It knows no MLX, no stages.
+Read before anything is loaded: by the library, the planner, `omlx cluster plan`. It knows no MLX, no stages.
 """
 
 from collections.abc import Iterable, Mapping

@@ -7,11 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from omlx.cluster.offer import Offer
 from omlx.errors import BadSetting, DoesNotFit, Full, OmlxError, SshFailed
 from tests.api.fakes import KEY
-from tests.control_server import MAP, MINI, ScriptedControl, controlled
+from tests.control_server import MAP, MINI, OFFER, ScriptedControl, controlled
 
 pytestmark = pytest.mark.anyio
 
@@ -42,6 +44,16 @@ async def test_the_shard_map_is_what_the_control_says() -> None:
     assert (said["cluster_id"], [node["name"] for node in said["nodes"]]) == ("c1", ["studio", "mini"])
     assert (first["start"], first["end"], second["node_id"]) == (0, 16, MINI)
     assert said["models"][1] == {**asdict(MAP.models[1]), "stages": []}
+
+
+async def test_an_offer_is_what_a_plan_is_made_of_for_a_model_by_id_folder_or_none() -> None:
+    control = ScriptedControl()
+    async with asking(control) as client:
+        answers = [
+            await client.get("offer", params=asked) for asked in ({"model": "Org/Name"}, {"model": "/m"}, {})
+        ]
+    assert control.asked == [("offer", "Org/Name"), ("offer", "/m"), ("offer", None)]
+    assert {msgspec.json.decode(answer.content, type=Offer) for answer in answers} == {OFFER}
 
 
 async def test_orders_reach_the_control_with_ids_that_have_slashes() -> None:
@@ -129,11 +141,12 @@ async def test_without_the_key_nothing_is_told_and_nothing_done() -> None:
     async with asking(control, api_key=KEY) as client:
         refused = [
             await client.get("cluster"),
+            await client.get("offer"),
             await client.post("models/tiny/activate", json={}),
             await client.post(f"nodes/{MINI}/drain", json={}, headers={"authorization": "Bearer wrong-key"}),
         ]
         let_in = await client.get("cluster", headers={"authorization": f"Bearer {KEY}"})
-    assert [answer.status_code for answer in refused] == [401] * 3
+    assert [answer.status_code for answer in refused] == [401] * 4
     assert not any("studio" in answer.text for answer in refused)
     assert control.asked == [] and let_in.status_code == 200
 
@@ -159,10 +172,11 @@ async def test_activation_answers_only_once_it_is_loaded() -> None:
         assert (await asked).status_code == 200
 
 
-async def test_a_client_that_goes_away_waits_no_more_for_a_load() -> None:
+@pytest.mark.parametrize("path", ["models/tiny/activate", f"nodes/{MINI}/drain"])
+async def test_a_client_that_goes_away_waits_no_more_for_a_load_or_a_drain(path: str) -> None:
     control = ScriptedControl(loading=asyncio.Event())
     async with asking(control) as client, asyncio.timeout(LIMIT_S):
-        asked = asyncio.create_task(client.post("models/tiny/activate", json={}))
+        asked = asyncio.create_task(client.post(path, json={}))
         await control.began.wait()
         asked.cancel()
         await control.cancelled.wait()

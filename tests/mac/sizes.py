@@ -33,7 +33,7 @@ def share_out(model: Path, memory_here: int, memory_there: int) -> Gifts:
     said = ""
     for share in SHARES:
         here, there = (part(whole, share, memory) for memory in (memory_here, memory_there))
-        nodes = ("--node", f"here={here}", "--node", f"there={there}")
+        nodes = ("--only", "--node", f"here={here}", "--node", f"there={there}")
         ran = omlx("cluster", "plan", model, *context(), *nodes, "--json", within_s=PLAN_WITHIN_S)
         if ran.returncode == 0 and len(json.loads(ran.stdout)["stages"]) == 2:
             return Gifts(here, there, whole)
@@ -49,7 +49,7 @@ def part(whole: int, share: float, memory: int) -> int:
 
 def whole_bytes(model: Path) -> int:
     """With everything that a stage keeps beside the weights. Raises Failed."""
-    words = ("cluster", "plan", model, *context(), "--node", "one=100TB")
+    words = ("cluster", "plan", model, *context(), "--only", "--node", "one=100TB")
     stages = omlx_json(*words, within_s=PLAN_WITHIN_S)["stages"]
     names = ("weights_bytes", "kv_bytes", "scratch_bytes")
     return sum(int(stage[name]) for stage in stages for name in names)
