@@ -16,12 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 from omlx import node_commands
-from omlx.cluster.discovery import Browser, browsing, multicast
+from omlx.cluster.discovery import browsing, multicast
 from omlx.cluster.node_agent import holder, only_one
 from omlx.cluster.roster import Lost, Seen
 from omlx.cluster.service import Account, Service, Systemd
 from omlx.errors import BadSetting, Refused
 from omlx.node_commands import check_addresses, find_program, node_service
+from tests.cluster.hearing import event_of
 
 MAIN = """
 from omlx.cli import main
@@ -30,7 +31,6 @@ main()
 INSTALL = Path(__file__).parents[1] / "deploy/install.sh"
 OMLX = [sys.executable, "-c", MAIN]
 HERE = ("--address", "127.0.0.1")
-WITHIN_S = 5.0
 STARTS_WITHIN_S = 20.0
 
 SYSTEMCTL = """\
@@ -97,21 +97,13 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-async def heard(browser: Browser, id: str, kind: type[Seen] | type[Lost]) -> Seen | Lost:
-    async with asyncio.timeout(WITHIN_S):
-        async for event in browser:
-            if isinstance(event, kind) and (event.node.id if isinstance(event, Seen) else event.id) == id:
-                return event
-    raise AssertionError("the browser ended")
-
-
 def test_an_agent_is_seen_refuses_a_second_one_and_says_goodbye(tmp_path: Path) -> None:
     async def main(process: subprocess.Popen[str]) -> None:
         said = json.loads(await asyncio.to_thread(first_line, process))
         assert said["pid"] == process.pid
         assert (said["addresses"], said["ssh_port"], said["cluster"]) == (["127.0.0.1"], 2222, None)
         async with multicast(lambda: HERE[1:]) as sockets, browsing(sockets) as browser:
-            seen = await heard(browser, said["id"], Seen)
+            seen = await event_of(browser, said["id"])
             assert isinstance(seen, Seen)
             assert (seen.node.addresses, seen.node.ssh_port) == (("127.0.0.1",), 2222)
             assert seen.node.agent_port is None and seen.node.memory_bytes is not None
@@ -121,7 +113,7 @@ def test_an_agent_is_seen_refuses_a_second_one_and_says_goodbye(tmp_path: Path) 
             assert len(second.stderr.strip().splitlines()) == 1
             start = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            await heard(browser, said["id"], Lost)
+            await event_of(browser, said["id"], lambda event: isinstance(event, Lost))
             assert await asyncio.to_thread(process.wait, 10) == 0
             assert time.monotonic() - start < 3.0
 

@@ -24,6 +24,8 @@ AUTHORITY_FOR = timedelta(days=3652)
 CLOCKS_DIFFER = timedelta(days=1)
 """Everything is valid from so long before it was made: a node whose clock is behind may use it at once."""
 NODE_URI = "omlx:node:"
+ALWAYS_NAMED = "127.0.0.1"
+"""Every node's certificate has this address, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,14 @@ def make_node(
 ) -> Pair:
     """A key and certificate for one node: it may connect and be connected to.
 
-    `names` and `addresses` (checked by the caller) and 127.0.0.1 go into the alternative names, for Ray's
+    `names`, `addresses` (checked by the caller) and ALWAYS_NAMED go into the alternative names, for Ray's
     gRPC, which looks there; our own links look at the node id, which stands there as a URI.
     """
     signer = x509.load_pem_x509_certificate(authority.certificate)
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
     shown: list[x509.GeneralName] = [x509.UniformResourceIdentifier(NODE_URI + node_id)]
-    shown += [x509.IPAddress(ipaddress.ip_address(a)) for a in dict.fromkeys([*addresses, "127.0.0.1"])]
+    shown += [x509.IPAddress(ipaddress.ip_address(a)) for a in dict.fromkeys([*addresses, ALWAYS_NAMED])]
     shown += [x509.DNSName(name) for name in dict.fromkeys(names)]
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     builder = (

@@ -106,6 +106,8 @@ class ClusterSite:
         there |= {node for node in lost if node in answering and not self.rays.doubts(node)}
         if before.nodes <= there:
             return before
+        for node in before.nodes - there:
+            self.rays.doubt(node)  # Ray lists it for some seconds more
         away = ", ".join(sorted(self.name(node) for node in before.nodes - there))
         try:
             return await self._planned(need, there)

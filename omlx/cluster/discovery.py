@@ -72,7 +72,7 @@ class Multicast:
             if now != self.addresses or now != self._used:
                 try:
                     await self.use(now)
-                except (OSError, Error) as error:
+                except (OSError, Error, Refused) as error:
                     log.warning("mDNS does not follow", why=str(error) or type(error).__name__)
 
 

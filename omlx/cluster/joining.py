@@ -1,16 +1,19 @@
 """A machine joins the cluster, leaves it, or hears who is trusted no more: over SSH, the root of trust."""
 
+import asyncio
+import ipaddress
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from omlx.cluster.findings import Report
 from omlx.cluster.members import Joined, Members, add_member, now, read_members, remove_member
-from omlx.cluster.membership import News
-from omlx.cluster.nodes import NodeId
+from omlx.cluster.membership import Bundle, News
+from omlx.cluster.nodes import MOST_ADDRESSES, NodeId
 from omlx.cluster.remote_script import FRAME, access_of, ask, ask_all, run_script
-from omlx.cluster.ssh import open_ssh, target
-from omlx.cluster.trust import Trust, issue, revoke
+from omlx.cluster.ssh import Shell, open_ssh, target
+from omlx.cluster.trust import Trust, issue, renew, revoke
 from omlx.errors import BadSetting, SshFailed
 
 IDENTIFY = FRAME.format(
@@ -50,6 +53,16 @@ class Installed(msgspec.Struct, frozen=True):
     node_id: str
 
 
+class Held(msgspec.Struct, frozen=True):
+    """What a node says of its certificate and of itself."""
+
+    node_id: str
+    serial: str
+    """Hexadecimal, as in the ledger."""
+    addresses: tuple[str, ...]
+    """That it has at the moment, of IPv4."""
+
+
 class Nothing(msgspec.Struct, frozen=True):
     """What is answered where there is nothing to say."""
 
@@ -79,10 +92,7 @@ async def join(trust: Trust, report: Report) -> Joined:
         reached = _by_speed(report)
         addresses = tuple(dict.fromkeys([*reached, *identity.addresses]))
         bundle = issue(trust, identity.node_id, (), addresses)
-        letter = trust.ssh_public_key().encode("ascii") + b"\n" + bundle.pack()
-        installed = await run_script(shell, INSTALL, letter, Installed)
-    if installed.node_id != identity.node_id:
-        raise BadSetting(f"{report.host} answers as node {installed.node_id!r} after it was made another")
+        await _hand_over(trust, shell, bundle)
     joined = Joined(
         id=NodeId(identity.node_id),
         name=report.facts.host,
@@ -112,6 +122,57 @@ def _check_identity(members: Members, identity: Identity, report: Report) -> Non
                 f"was copied, or it was set up anew. Delete ~/.omlx/node.json there, or let {one.name} leave "
                 "first"
             )
+
+
+async def certify(trust: Trust, node: Joined, shell: Shell, held: Held) -> bool:
+    """A new certificate where the one that it has names not all of its addresses, or runs out soon; whether
+    that was so.
+
+    Its Ray starts anew by itself then. Raises SshFailed, and BadSetting where it may have none.
+    """
+    if held.node_id != node.id:
+        raise BadSetting(f"{shell.peer_address} is node {held.node_id!r}, no more {node.name}: join it again")
+    wanted = tuple(dict.fromkeys([*held.addresses[:MOST_ADDRESSES], *_ipv4(shell.peer_address)]))
+    ledger = await asyncio.to_thread(trust.ledger)
+    # By what it holds and not by what it was last given: that may never have reached it.
+    issued = ledger.find(held.serial)
+    if issued is not None and not issued.revoked and issued.serves(wanted, now()):
+        return False
+    await _hand_over(trust, shell, await asyncio.to_thread(renew, trust, node.id, wanted))
+    return True
+
+
+async def _hand_over(trust: Trust, shell: Shell, bundle: Bundle) -> None:
+    letter = trust.ssh_public_key().encode("ascii") + b"\n" + bundle.pack()
+    installed = await run_script(shell, INSTALL, letter, Installed)
+    if installed.node_id != bundle.node_id:
+        raise BadSetting(
+            f"{shell.peer_address} answers as node {installed.node_id!r} after it was made another"
+        )
+
+
+def _ipv4(address: str) -> tuple[str, ...]:
+    """It, if it is one: Ray speaks no other. Addresses of IPv6 may change every day."""
+    return (address,) if ipaddress.ip_address(address.partition("%")[0]).version == 4 else ()
+
+
+def follow(trust: Trust, node: Joined) -> None:
+    """From now on it is reached as `node` says, unless it has left meanwhile."""
+    add_member(trust.folder, node)
+    issued = trust.ledger().newest(node.id)
+    # Who leaves is revoked first and forgotten then: if that was before this line, it is to be done again.
+    if issued is None or issued.revoked:
+        remove_member(trust.folder, node.id)
+
+
+def reached_at(node: Joined, host: str, peer: str, own: Collection[str]) -> Joined:
+    """The node as it was reached just now: at `host`, which is at the address `peer`, having `own` ones.
+
+    Addresses that it has no more are left out once one of them is where its neighbours would go.
+    """
+    there = tuple(one for one in node.addresses if one == peer or one in own)
+    stays = bool(there) and there[0] == node.addresses[0]
+    return replace(node, host=host, addresses=node.addresses if stays else there or (peer,))
 
 
 async def leave(trust: Trust, node: Joined) -> Left:

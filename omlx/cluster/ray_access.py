@@ -29,7 +29,17 @@ QUIET = {
     "RAY_enable_timeline": "false",
     "RAY_event_stats": "false",
     "RAY_task_events_report_interval_ms": "0",
+    # Loads, garbage and disk space are looked at ten times a second, for work that Ray has none of here.
     "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_raylet_check_gc_period_milliseconds": "10000",
+    "RAY_kill_idle_workers_interval_ms": "5000",
+    "RAY_local_fs_monitor_interval_ms": "60000",
+    "RAY_object_manager_timer_freq_ms": "5000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
+    "RAY_debug_dump_period_milliseconds": "0",
+    # Threads that wait for objects of other nodes wake several times a second each.
+    "RAY_object_manager_rpc_threads_num": "1",
 }
 
 

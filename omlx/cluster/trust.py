@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from omlx.cluster.certificates import (
+    ALWAYS_NAMED,
     Pair,
     facts,
     make_authority,
@@ -30,6 +31,7 @@ from omlx.cluster.certificates import (
     make_ssh_key,
 )
 from omlx.cluster.membership import (
+    WARN_BEFORE,
     Bundle,
     News,
     checked,
@@ -66,6 +68,10 @@ class Issued:
     until: datetime
     revoked: bool = False
 
+    def serves(self, addresses: Iterable[str], now: datetime) -> bool:
+        """Whether its certificate names all of these, and does not run out soon."""
+        return self.until - now >= WARN_BEFORE and set(addresses) <= {*self.addresses, ALWAYS_NAMED}
+
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
@@ -88,6 +94,9 @@ class Ledger:
 
     def newest(self, node_id: str) -> Issued | None:
         return next((line for line in reversed(self.issued) if line.node_id == node_id), None)
+
+    def find(self, serial: str) -> Issued | None:
+        return next((line for line in self.issued if line.serial == serial), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +212,19 @@ def issue(
         return _issue(trust, node_id, names, addresses, valid_for)
 
 
-def renew(trust: Trust, node_id: str, valid_for: timedelta = NODE_FOR) -> Bundle:
-    """A new certificate with the names and addresses of the last one. Raises BadSetting for a stranger."""
+def renew(
+    trust: Trust, node_id: str, addresses: Iterable[str] | None = None, valid_for: timedelta = NODE_FOR
+) -> Bundle:
+    """A new certificate with the names of the last one, and its addresses where no others are given.
+
+    Raises BadSetting for a stranger, and for an address that is none.
+    """
     with locked(trust.folder):
         last = trust.ledger().newest(node_id)
         if last is None or last.revoked:
             raise BadSetting(f"{node_id!r} is no node of this cluster: join it first")
-        return _issue(trust, node_id, last.names, last.addresses, valid_for)
+        shown = last.addresses if addresses is None else checked(node_id, (), addresses)[2]
+        return _issue(trust, node_id, last.names, shown, valid_for)
 
 
 def revoke(trust: Trust, node_id: str) -> News:

@@ -59,7 +59,7 @@ async def test_no_usage_comes_unless_it_is_asked_for(path: str, options: dict[st
         **({"prompt": "x"} if path == "completions" else {"messages": HI}),
     }
     *chunks, done = await events(ask | options, *words("a"), path=path)
-    assert done == "[DONE]"
+    assert done == "[DONE]" and chunks
     for chunk in map(json.loads, chunks):
         assert "usage" not in chunk
         assert len(chunk["choices"]) == 1
@@ -74,7 +74,7 @@ async def test_usage_comes_once_and_last_when_it_is_asked_for(path: str) -> None
     }
     ask["stream_options"] = {"include_usage": True}
     *chunks, last, done = await events(ask, *words("a", "b"), path=path)
-    assert done == "[DONE]"
+    assert done == "[DONE]" and chunks
     assert all(json.loads(chunk)["usage"] is None for chunk in chunks)
     assert json.loads(last)["choices"] == []
     assert json.loads(last)["usage"]["total_tokens"] == 9

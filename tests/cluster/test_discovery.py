@@ -11,10 +11,12 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 from zeroconf import ServiceInfo, ServiceStateChange
+from zeroconf.asyncio import AsyncServiceInfo
 
 from omlx.cluster import discovery, listed_hosts
 from omlx.cluster.complaints import EVERY_S, MOST_SOURCES, Complaints
@@ -24,9 +26,9 @@ from omlx.cluster.listed_hosts import check_hosts, look_up
 from omlx.cluster.nodes import Node, NodeId, Versions, reach_of
 from omlx.cluster.roster import Lost, Roster, Seen, fold
 from omlx.errors import BadSetting, Refused
+from tests.cluster.hearing import WITHIN_S, event_of
 
 HERE = ("127.0.0.1",)
-WITHIN_S = 5.0
 LINUX = sys.platform == "linux"
 
 KILLED = """
@@ -63,21 +65,10 @@ def new_node(**given: object) -> Node:
     return replace(plain, **given)  # type: ignore[arg-type]
 
 
-async def event_of(
-    browser: Browser, node: Node, wanted: Callable[[Seen | Lost], bool] = lambda _: True
-) -> Seen | Lost:
-    async with asyncio.timeout(WITHIN_S):
-        async for event in browser:
-            id = event.node.id if isinstance(event, Seen) else event.id
-            if id == node.id and wanted(event):
-                return event
-    raise AssertionError("the browser ended")
-
-
 async def nothing_of(browser: Browser, node: Node, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
-            raise AssertionError(f"heard {await event_of(browser, node)}")
+            raise AssertionError(f"heard {await event_of(browser, node.id)}")
     except TimeoutError:
         pass
 
@@ -97,16 +88,16 @@ def test_a_node_is_seen_with_what_it_says_and_marked_when_it_says_goodbye() -> N
 
     async def talk(sockets: Multicast, browser: Browser) -> None:
         async with announcing(sockets, node) as announcer:
-            seen = await event_of(browser, node)
+            seen = await event_of(browser, node.id)
             assert isinstance(seen, Seen)
             assert replace(seen.node, reach=node.reach, seen_at=1.0) == node
             assert seen.node.addresses == HERE
             assert abs(seen.node.seen_at - time.time()) < WITHIN_S
             await announcer.update(replace(node, chip="Apple M5", memory_bytes=2**30))
-            changed = await event_of(browser, node, lambda event: event != seen)
+            changed = await event_of(browser, node.id, lambda event: event != seen)
             assert isinstance(changed, Seen)
             assert (changed.node.chip, changed.node.memory_bytes) == ("Apple M5", 2**30)
-        lost = await event_of(browser, node, lambda event: isinstance(event, Lost))
+        lost = await event_of(browser, node.id, lambda event: isinstance(event, Lost))
         known = fold(fold(Roster(), changed), lost).get(node.id)
         assert known is not None and known.gone
 
@@ -129,7 +120,7 @@ def test_what_is_said_again_after_something_else_is_news() -> None:
                 await announcer.update(said)
                 await event_of(
                     browser,
-                    node,
+                    node.id,
                     lambda event, said=said: isinstance(event, Seen) and event.node.chip == said.chip,
                 )
 
@@ -143,7 +134,7 @@ def test_a_node_that_was_there_before_is_seen() -> None:
         async with multicast(here) as theirs, announcing(theirs, node):
             start = time.monotonic()
             async with multicast(here) as ours, browsing(ours) as browser:
-                await event_of(browser, node)
+                await event_of(browser, node.id)
                 assert time.monotonic() - start < WITHIN_S
                 start = time.monotonic()
             assert time.monotonic() - start < 2.0
@@ -162,7 +153,7 @@ def test_a_killed_node_says_nothing_and_nothing_is_said_of_it() -> None:
             assert killed.stdout is not None
             async with asyncio.timeout(20):
                 assert await killed.stdout.readline() == b"announced\n"
-            await event_of(browser, node)
+            await event_of(browser, node.id)
         finally:
             killed.send_signal(signal.SIGKILL)
             await killed.wait()
@@ -178,11 +169,11 @@ def test_two_machines_with_one_id_are_both_heard() -> None:
     async def talk(sockets: Multicast, browser: Browser) -> None:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(announcing(sockets, node))
-            first = await event_of(browser, node)
+            first = await event_of(browser, node.id)
             other = await stack.enter_async_context(multicast(here))
             await stack.enter_async_context(announcing(other, copy))
             second = await event_of(
-                browser, node, lambda event: isinstance(event, Seen) and event.node.name == "copy"
+                browser, node.id, lambda event: isinstance(event, Seen) and event.node.name == "copy"
             )
         known = fold(fold(Roster(), first), second).get(node.id)
         assert known is not None and known.node.name == "mac"
@@ -203,26 +194,72 @@ def test_addresses_that_change_are_announced_and_an_odd_interface_does_no_harm()
             multicast(here) as ours,
             browsing(ours) as browser,
         ):
-            first = await event_of(browser, node)
+            first = await event_of(browser, node.id)
             assert isinstance(first, Seen) and set(first.node.addresses) == {*now[0]}
             # An announcement replaces no records of the last second (RFC 6762, section 10.2).
             await asyncio.sleep(1.1)
             now[0] = ("127.0.0.1", "127.0.0.2")
             await event_of(
                 browser,
-                node,
+                node.id,
                 lambda event: isinstance(event, Seen) and set(event.node.addresses) == {*now[0]},
             )
 
     asyncio.run(main())
 
 
-def test_without_any_network_nothing_breaks() -> None:
+def test_without_any_network_nothing_breaks_and_with_one_the_node_is_announced() -> None:
+    node = new_node()
+    now: list[tuple[str, ...]] = [()]
+
     async def main() -> None:
-        async with multicast(tuple) as sockets, announcing(sockets, new_node()), browsing(sockets):
-            pass
+        async with (
+            multicast(lambda: now[0], poll_s=0.05) as sockets,
+            announcing(sockets, node),
+            browsing(sockets) as alone,
+            multicast(here) as others,
+            browsing(others) as browser,
+        ):
+            await nothing_of(alone, node, 0.05)
+            now[0] = HERE
+            seen = await event_of(browser, node.id)
+            assert isinstance(seen, Seen) and seen.node.addresses == HERE
 
     asyncio.run(main())
+
+
+def test_one_change_that_cannot_be_announced_does_not_end_the_announcing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, now, announce, failures = new_node(), [HERE], discovery.Announcer.repeat, [Refused("a full cache")]
+
+    async def once_not(announcer: discovery.Announcer) -> None:
+        if failures:
+            raise failures.pop()
+        await announce(announcer)
+
+    monkeypatch.setattr(discovery.Announcer, "repeat", once_not)
+
+    async def main() -> None:
+        async with (
+            multicast(lambda: now[0], poll_s=0.05) as sockets,
+            announcing(sockets, node),
+            multicast(here) as others,
+            browsing(others) as browser,
+        ):
+            assert isinstance(await event_of(browser, node.id), Seen)
+            now[0] = ("127.0.0.9", *HERE)
+            async with asyncio.timeout(WITHIN_S):
+                while failures:
+                    await asyncio.sleep(0.01)
+            now[0] = ("127.0.0.8", *HERE)
+            await event_of(browser, node.id, wanted=lambda event: "127.0.0.8" in addresses_of(event))
+
+    asyncio.run(main())
+
+
+def addresses_of(event: Seen | Lost) -> tuple[str, ...]:
+    return event.node.addresses if isinstance(event, Seen) else ()
 
 
 def test_a_listed_host_is_known_at_once_and_identified_by_its_own_answer() -> None:
@@ -284,7 +321,7 @@ def test_junk_is_dropped_with_one_line_a_source_and_others_are_heard() -> None:
             await said
         await (await zeroconf.async_update_service(junk("evil", b"\x05a=\x1b[2J")))
         async with announcing(sockets, node):
-            await event_of(browser, node)
+            await event_of(browser, node.id)
 
     with capture_logs() as logs:
         run(talk)
@@ -294,8 +331,23 @@ def test_junk_is_dropped_with_one_line_a_source_and_others_are_heard() -> None:
     assert all(str(line["why"]).isascii() and str(line["why"]).isprintable() for line in ours)
 
 
-def test_an_announcement_that_is_never_whole_holds_nobody_up() -> None:
+class Asking(AsyncServiceInfo):
+    """Counts how many ask at once for the rest of an announcement."""
+
+    now = most = 0
+
+    async def async_request(self, *given: Any, **more: Any) -> bool:
+        Asking.now += 1
+        Asking.most = max(Asking.most, Asking.now)
+        try:
+            return await super().async_request(*given, **more)
+        finally:
+            Asking.now -= 1
+
+
+def test_an_announcement_that_is_never_whole_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pointer without the records that it points to: asked for, in vain, by at most a few at a time."""
+    monkeypatch.setattr(discovery, "AsyncServiceInfo", Asking)
     node = new_node()
 
     async def talk(sockets: Multicast, browser: Browser) -> None:
@@ -308,9 +360,10 @@ def test_an_announcement_that_is_never_whole_holds_nobody_up() -> None:
                 source="mdns",
             )
         async with announcing(sockets, node):
-            await event_of(browser, node)
+            await event_of(browser, node.id)
 
     run(talk)
+    assert Asking.most == discovery.RESOLVERS
 
 
 def test_a_port_that_cannot_be_shared_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
 import platform
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -23,22 +23,13 @@ from omlx.cluster.nodes import Node, cluster_mark
 from omlx.cluster.roster import Lost, Seen
 from omlx.cluster.trust import init_trust
 from omlx.errors import Refused
+from tests.cluster.hearing import WITHIN_S, event_of
 
-WITHIN_S = 5.0
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIEvLO8mz0CqTDGAxhHq0oTMMRVJXkx3WXOzvZ1Vvs2aA root@mac\n"
 
 
 def here() -> tuple[str, ...]:
     return ("127.0.0.1",)
-
-
-async def heard(browser: Browser, node: Node, wanted: Callable[[Seen | Lost], bool]) -> Seen | Lost:
-    async with asyncio.timeout(WITHIN_S):
-        async for event in browser:
-            id = event.node.id if isinstance(event, Seen) else event.id
-            if id == node.id and wanted(event):
-                return event
-    raise AssertionError("the browser ended")
 
 
 def run_beside(home: Path, talk: Callable[[Browser, Node], Awaitable[None]]) -> None:
@@ -60,21 +51,23 @@ def run_beside(home: Path, talk: Callable[[Browser, Node], Awaitable[None]]) -> 
             node = await asyncio.wait_for(started, WITHIN_S)
             await talk(browser, node)
             ended.set()
-            await heard(browser, node, lambda event: isinstance(event, Lost))
+            await event_of(browser, node.id, lambda event: isinstance(event, Lost))
 
     asyncio.run(main())
 
 
 def test_joining_and_leaving_a_cluster_is_announced(tmp_path: Path) -> None:
     async def talk(browser: Browser, node: Node) -> None:
-        await heard(browser, node, lambda event: isinstance(event, Seen) and event.node.cluster is None)
+        await event_of(browser, node.id, lambda event: isinstance(event, Seen) and event.node.cluster is None)
         trust = init_trust(tmp_path / "cluster", "head", [], ["10.0.0.1"])
         mark = cluster_mark(trust.cluster_id)
-        await heard(browser, node, lambda event: isinstance(event, Seen) and event.node.cluster == mark)
+        await event_of(browser, node.id, lambda event: isinstance(event, Seen) and event.node.cluster == mark)
         remove_bundle(tmp_path / "cluster")
         # Who still has a record in its cache takes no notice when that is said again: ask with an empty one.
         async with multicast(here) as sockets, browsing(sockets) as fresh:
-            await heard(fresh, node, lambda event: isinstance(event, Seen) and event.node.cluster is None)
+            await event_of(
+                fresh, node.id, lambda event: isinstance(event, Seen) and event.node.cluster is None
+            )
 
     run_beside(tmp_path, talk)
 
@@ -85,9 +78,9 @@ def test_a_host_key_that_is_made_later_is_announced(tmp_path: Path) -> None:
     async def talk(browser: Browser, node: Node) -> None:
         assert node.host_key_fingerprint is None
         (tmp_path / "host_key.pub").write_text(HOST_KEY)
-        await heard(
+        await event_of(
             browser,
-            node,
+            node.id,
             lambda event: isinstance(event, Seen) and event.node.host_key_fingerprint is not None,
         )
 
@@ -150,24 +143,15 @@ def test_one_agent_at_a_time_and_who_it_is(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_looking_at_the_lock_keeps_no_agent_from_starting(tmp_path: Path) -> None:
-    file, ended = tmp_path / "node.lock", threading.Event()
-
-    def look() -> None:
-        while not ended.is_set():
-            holder(file)
-            time.sleep(0.001)
-
-    lookers = [threading.Thread(target=look) for _ in range(3)]
-    for looker in lookers:
-        looker.start()
-    try:
-        for _ in range(50):
-            with only_one(file):
-                pass
-    finally:
-        ended.set()
-        for looker in lookers:
-            looker.join()
+    file = tmp_path / "node.lock"
+    file.touch()
+    looking = os.open(file, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    ending = threading.Timer(0.1, os.close, (looking,))
+    ending.start()
+    with only_one(file):
+        assert holder(file) == Holder(os.getpid(), False)
+    ending.join()
 
 
 def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
@@ -218,7 +202,7 @@ def test_what_goes_wrong_beside_the_announcing_does_not_end_it(
         raise ValueError(f"a mistake of ours about {home}, {ended}")
 
     async def talk(browser: Browser, node: Node) -> None:
-        await heard(browser, node, lambda event: isinstance(event, Seen))
+        await event_of(browser, node.id, lambda event: isinstance(event, Seen))
 
     monkeypatch.setattr(node_agent, "keep_ray", broken)
     with capture_logs() as logs:

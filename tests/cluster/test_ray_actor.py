@@ -3,11 +3,10 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,8 +22,10 @@ from omlx.cluster.recorded_process import RecordedProcess
 from omlx.cluster.remote_actor import RayPlacement
 from omlx.errors import RayFailed
 from omlx.node.engine import Engine
-from tests.cluster.certified import comes_true, members, own_address
+from tests.cluster.certified import members, own_address
+from tests.cluster.kept_node import true_soon
 from tests.walk.engines import answer, compare, engine, request
+from tests.walk.servers import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -47,12 +48,6 @@ class Cluster:
         return start_worker(member, HERE, (host, int(port)), self.folder / name)
 
 
-def free_port() -> int:
-    with socket.create_server((HERE, 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def foreign() -> Iterator[list[psutil.Process]]:
     """Another project's Ray on the same machine, started as anybody does."""
@@ -67,7 +62,7 @@ def foreign() -> Iterator[list[psutil.Process]]:
             timeout=60,
             check=True,
         )
-        found = [one for one in psutil.process_iter() if temp in " ".join(one.cmdline())]
+        found = [one for one in psutil.process_iter() if temp in words(one)]
         agents = [child for one in found for child in one.children()]
         yield found
         for process in [*agents, *found]:
@@ -99,10 +94,6 @@ async def running(folder: Path, cluster: Cluster) -> AsyncIterator[tuple[Engine,
         await driver.close()
 
 
-async def true_soon(true: Callable[[], bool]) -> None:
-    assert await asyncio.to_thread(comes_true, true, 20.0)
-
-
 def of_session(session: RaySession) -> list[psutil.Process]:
     return ray_processes._marked(ray_processes._Recorded("no mark", str(session.temp)))
 
@@ -111,7 +102,14 @@ def starters(cluster: Cluster) -> list[psutil.Process]:
     """Ray's workers that hold our actors."""
     raylets = [one.find() for one in cluster.worker.processes]
     children = [child for raylet in raylets if raylet is not None for child in raylet.children()]
-    return [child for child in children if "StageStarter" in " ".join(child.cmdline())]
+    return [child for child in children if "StageStarter" in words(child)]
+
+
+def words(process: psutil.Process) -> str:
+    """Of its command line; none where it has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def test_a_stage_placed_by_ray_gives_the_same_tokens_and_comes_back_when_it_is_killed(
@@ -142,7 +140,7 @@ def test_neither_the_drivers_nor_the_actors_end_disturbs_an_answer(tiny: Tiny, c
             assert actors
             for actor in actors:
                 actor.kill()
-            await true_soon(lambda: driver.pid is None and not starters(cluster))
+            await true_soon(lambda: driver.pid is None and not starters(cluster), 20.0)
             found += [token.id async for token in stream]
             assert compare(tiny("tiny-llama"), [WANTED], [found]) == 1
             assert compare(tiny("tiny-llama"), [WANTED], [await answer(opened, WANTED)]) == 1
@@ -163,13 +161,13 @@ def test_a_node_whose_raylet_is_killed_computes_on_and_takes_stages_again_once_i
             assert starters(cluster)
             for recorded in cluster.worker.processes:
                 os.kill(recorded.pid, signal.SIGKILL)
-            await true_soon(lambda: not cluster.worker.alive())
+            await true_soon(lambda: not cluster.worker.alive(), 20.0)
             stream = opened.submit(WANTED)
             assert compare(tiny("tiny-llama"), [WANTED], [[token.id async for token in stream]]) == 1
             assert opened.recoveries == 0
             old = cluster.worker
             await asyncio.to_thread(old.stop)
-            await true_soon(lambda: not of_session(old))
+            await true_soon(lambda: not of_session(old), 20.0)
             cluster.worker = await asyncio.to_thread(cluster.start_worker, cluster.nodes["b"], "b-ray")
             assert opened.recoveries == 0, "its Ray came back, its stage had never gone"
             assert RayNode("b", HERE) in await driver.nodes()

@@ -7,10 +7,9 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,15 @@ from omlx.cluster.ray_keeper import (
     Wanted,
     decide,
     keep_ray,
-    own_address,
     pause_s,
     read_stamp,
     read_wanted,
 )
 from omlx.cluster.trust import issue, renew, revoke
 from omlx.errors import BadSetting
-from tests.cluster import certified
 from tests.cluster.certified import HERE, comes_true
 from tests.cluster.kept_node import Cluster, found_cluster, pids, runs, true_soon
+from tests.cluster.pretended_ray import greeting, pretend
 
 QUICK_S = 0.02
 RAY = """
@@ -127,54 +125,12 @@ def test_a_file_that_is_open_to_others_is_refused_and_its_mending_is_noticed(clu
     assert read_stamp(cluster.folder) != stamp
 
 
-def test_the_address_is_that_which_the_way_to_the_head_begins_at() -> None:
-    assert own_address(HeadAddress("127.0.0.1", 9)) == "127.0.0.1"
-    other = certified.own_address()
-    assert own_address(HeadAddress(other, 9)) == other
-
-
 # ------------------------------------------------------------------ a worker that only looks like one
 
 
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(RAY, tmp_path, monkeypatch)
-
-
-def pretend(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = folder / "ray.py"
-    file.write_text(textwrap.dedent(code))
-    monkeypatch.setattr(ray_processes, "RAY", (sys.executable, str(file)))
-
-
-@contextmanager
-def greeting(member: Member, port: int = 0) -> Iterator[int]:
-    """Where something listens that shows the head's certificate, as Ray's GCS does, and greets."""
-    ended = threading.Event()
-    with socket.create_server((HERE, port)) as listener:
-        greeter = threading.Thread(target=greet, args=(listener, member, ended))
-        greeter.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            ended.set()
-            socket.create_connection(listener.getsockname(), timeout=1).close()
-            greeter.join()
-
-
-def greet(listener: socket.socket, member: Member, ended: threading.Event) -> None:
-    while True:
-        sock, _ = listener.accept()
-        with sock:
-            if ended.is_set():
-                return
-            sock.settimeout(5)
-            with (
-                suppress(OSError),
-                member.security.context(server=True).wrap_socket(sock, server_side=True) as tls,
-            ):
-                tls.sendall(b"settings")
-                tls.recv(1)
 
 
 @asynccontextmanager

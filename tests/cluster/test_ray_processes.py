@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,20 +28,24 @@ from omlx.cluster.ray_processes import (
 from omlx.cluster.recorded_process import RecordedProcess
 from omlx.errors import BadSetting, RayFailed
 from tests.cluster.certified import HERE, comes_true, members
+from tests.cluster.pretended_ray import greeting, pretend
 
 PORT = 26399
 RAY = """
-    import os, subprocess, sys, time
+    import pathlib, subprocess, sys, time
     print("a warning\\n" + " ".join(sys.argv[1:]))
+    temp = pathlib.Path(sys.argv[-1].removeprefix("--temp-dir="))
     child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {}], {}); time.sleep(60)"
-    sleep = "'import time; time.sleep(60)'"
-    agent = child.format(repr("import time; time.sleep(60)"), "start_new_session=True, env={'STAGE': '1'}")
+    stage = f"import pathlib, time; pathlib.Path({str(temp / 'runs')!r}).touch(); time.sleep(60)"
+    agent = child.format(repr(stage), "start_new_session=True, env={'STAGE': '1'}")
     raylet = child.format(repr(agent), "")
     subprocess.Popen([sys.executable, "-c", raylet], start_new_session=True)
-    temp = sys.argv[-1].removeprefix("--temp-dir=")
-    with open(temp + "/agent.log", "w") as log:
+    with open(temp / "agent.log", "w") as log:
         subprocess.Popen(["ray::Agent", "60"], executable="/bin/sleep", env={}, stdout=log)
-    time.sleep(0.2)
+    end = time.monotonic() + 20
+    while not (temp / "runs").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 """
 
 
@@ -66,31 +69,8 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def port(head: Member) -> Iterator[int]:
-    """Where something listens that shows the head's certificate, as Ray's GCS does, and greets."""
-    with socket.create_server((HERE, 0)) as listener:
-        greeted = threading.Thread(target=greet_one, args=(listener, head))
-        greeted.start()
-        yield listener.getsockname()[1]
-        with suppress(OSError):
-            socket.create_connection(listener.getsockname(), timeout=1).close()
-        greeted.join()
-
-
-def greet_one(listener: socket.socket, head: Member) -> None:
-    sock, _ = listener.accept()
-    with (
-        suppress(OSError),
-        sock,
-        head.security.context(server=True).wrap_socket(sock, server_side=True) as tls,
-    ):
-        tls.sendall(b"settings")
-        tls.recv(1)
-
-
-def pretend(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = folder / "ray.py"
-    file.write_text(textwrap.dedent(code))
-    monkeypatch.setattr(ray_processes, "RAY", (sys.executable, str(file)))
+    with greeting(head) as port:
+        yield port
 
 
 def environment_of(process: psutil.Process) -> str:

@@ -23,7 +23,8 @@ from omlx.node.engine import Engine
 from omlx.node.layout import here
 from omlx.node.manifest import read_manifest
 from omlx.node.pipeline import Pipeline, PipelineSpec
-from tests.cluster.certified import HERE, comes_true, members
+from tests.cluster.certified import HERE, members
+from tests.cluster.kept_node import true_soon
 from tests.walk.engines import answer, compare, engine, on, request, uneven
 
 Tiny = Callable[[str], Path]
@@ -75,10 +76,6 @@ async def two_stages(
 
 def pid_of(opened: Engine, stage: int) -> int:
     return opened.pipeline.stages[stage].process.pid
-
-
-async def true_soon(true: Callable[[], bool]) -> None:
-    assert await asyncio.to_thread(comes_true, true)
 
 
 def test_a_stage_on_another_node_gives_the_same_tokens_and_leaves_nothing(

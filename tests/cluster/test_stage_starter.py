@@ -118,12 +118,14 @@ def test_a_stage_gets_the_environment_of_its_own_machine_and_nothing_of_rays(
     cluster: dict[str, Member], starter: StageStarter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("OF_THIS_MACHINE", "kept")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     stage = starter.start(HERE, "head")
 
     async def walk() -> None:
         streams = await open_streams((HERE, stage.port), cluster["head"].security, "b", 10)
         running = psutil.Process(stage.process.pid)
+        assert running.environ()["OF_THIS_MACHINE"] == "kept"
         assert not [name for name in running.environ() if name.startswith(("RAY_", "OMLX_RAY_"))]
         if "LD_PRELOAD" in compute_environment():
             assert any("openblas" in file.path for file in running.memory_maps())

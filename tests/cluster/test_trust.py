@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from omlx.cluster.certificates import facts, revocations_number
 from omlx.cluster.membership import (
+    WARN_BEFORE,
     Bundle,
     News,
     install_bundle,
@@ -205,6 +206,25 @@ def test_renewed_keeps_names_and_has_a_year_again(trust: Trust, tmp_path: Path) 
     for _ in range(5):  # nothing piles up
         install_bundle(tmp_path / "b", renew(trust, "b"))
     assert len(list((tmp_path / "b").glob("node-*"))) <= 2
+
+
+def test_renewed_for_other_addresses_names_them_and_no_old_one(trust: Trust) -> None:
+    issue(trust, "b", ["b.local"], ["10.0.0.2"])
+    renew(trust, "b", ["10.0.0.3", "fe80::1%en0", "10.0.0.3"])
+    line = trust.ledger().newest("b")
+    assert line is not None
+    assert (line.names, line.addresses) == (("b.local",), ("10.0.0.3", "fe80::1"))
+    with pytest.raises(BadSetting, match="no IP address"):
+        renew(trust, "b", ["10.0.0.300"])
+
+
+def test_a_certificate_serves_while_it_names_every_address_and_lasts_a_month() -> None:
+    line = Issued("a1", "b", (), ("10.0.0.2", "10.0.1.2"), NOW + WARN_BEFORE)
+    assert line.serves([], NOW) and line.serves(["10.0.1.2", "127.0.0.1"], NOW)
+    assert not line.serves(["10.0.0.2", "10.0.0.3"], NOW)
+    assert not line.serves([], NOW + timedelta(seconds=1))
+    ledger = Ledger((replace(line, serial="a0"), line))
+    assert ledger.find("a1") is line and ledger.find("a2") is None
 
 
 def test_a_certificate_that_ran_out_is_said(trust: Trust, tmp_path: Path) -> None:

@@ -17,14 +17,10 @@ from omlx.cluster.findings import Report
 from omlx.cluster.known_hosts import KnownHosts
 from omlx.cluster.ssh import Access, Target
 from omlx.cluster.validation import Asked, Wanted, check_hosts
+from tests.walk.servers import free_port
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 pytestmark = pytest.mark.skipif(SSHD is None, reason="needs sshd (Debian: openssh-server)")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def write_key(file: Path) -> asyncssh.SSHKey:
@@ -65,6 +61,15 @@ class OpenSsh:
         return report
 
 
+def wait_for_sshd(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 1).close()
+        except ConnectionRefusedError:
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+
+
 @pytest.fixture
 def openssh(tmp_path: Path) -> Iterator[OpenSsh]:
     assert SSHD is not None
@@ -72,13 +77,7 @@ def openssh(tmp_path: Path) -> Iterator[OpenSsh]:
     server = OpenSsh(tmp_path)
     log = (tmp_path / "log").open("wb")
     with log, subprocess.Popen([SSHD, "-D", "-e", "-f", tmp_path / "sshd_config"], stderr=log) as process:
-        end = time.monotonic() + 10
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", server.port), 1).close()
-                break
-            except ConnectionRefusedError:
-                assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+        wait_for_sshd(server.port, process, tmp_path / "log")
         yield server
         process.terminate()
 

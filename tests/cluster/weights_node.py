@@ -2,9 +2,7 @@
 
 import asyncio
 import getpass
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from omlx.cluster.planner import Span
 from omlx.cluster.ssh import Access
 from omlx.cluster.weights import Progress
 from omlx.node.manifest import read_manifest
-from tests.cluster.test_validation_openssh import SSHD, OpenSsh
+from tests.cluster.test_validation_openssh import SSHD, OpenSsh, wait_for_sshd
 
 ROOT = Path(__file__).parents[2]
 SPAN = Span(1, 3)
@@ -100,13 +98,7 @@ def openssh_node(folder: Path) -> Iterator[Node]:
         log.open("wb") as written,
         subprocess.Popen([SSHD, "-D", "-e", "-f", config], stderr=written) as process,
     ):
-        end = time.monotonic() + 10
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", server.port), 1).close()
-                break
-            except ConnectionRefusedError:
-                assert process.poll() is None and time.monotonic() < end, log.read_text()
+        wait_for_sshd(server.port, process, log)
         user = getpass.getuser()
         memo = folder / "digests.json"
         yield Node(server.access, joined_at(server.port, user), home, memo, process.pid)

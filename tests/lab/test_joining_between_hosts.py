@@ -1,16 +1,14 @@
 """Hosts join a cluster over OpenSSH, and leave it: the command line from end to end."""
 
-import base64
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from omlx.cluster.membership import Member, open_member
 from omlx.errors import BadSetting
+from tests.lab.clustered import cluster, fingerprint
 from tests.lab.conftest import NewHosts
 from tests.lab.fleet import Fleet
 from tests.lab.host import Host
@@ -35,18 +33,6 @@ def three(hosts: NewHosts) -> Fleet:
 
 def folder(host: Host) -> Path:
     return host.home / ".omlx" / "cluster"
-
-
-def cluster(host: Host, *words: str, code: int = 0) -> Any:
-    """What `omlx cluster ... --json` prints there."""
-    ran = host.omlx("cluster", *words, "--json")
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    return json.loads(ran.stdout)
-
-
-def fingerprint(host: Host) -> str:
-    digest = hashlib.sha256(base64.b64decode(host.sshd.public_key().split()[1])).digest()
-    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def member(host: Host) -> Member:

@@ -38,6 +38,7 @@ def test_the_command_line_shows_moves_unloads_and_loads_what_runs_over_hosts(
     assert cluster(first, "doctor", timeout_s=120)["fit"]
 
     before = server.shards()
+    assert any(processes(host, "omlx.node.process") for host in others)
     assert cluster(first, "deactivate", smollm2.name)["state"] == "idle"
     assert not any(processes(host, "omlx.node.process") for host in others)
     assert cluster(first, "activate", smollm2.name, timeout_s=120)["state"] == "ready"

@@ -1,7 +1,5 @@
 """A coordinator tells a host over OpenSSH where Ray's head is; an agent runs there, or it does not."""
 
-import base64
-import hashlib
 import json
 import sys
 import time
@@ -11,6 +9,7 @@ import pytest
 
 from omlx.cluster.head_address import HeadAddress, read_head
 from omlx.cluster.node_agent import holder
+from tests.lab.clustered import fingerprint
 from tests.lab.conftest import NewHosts
 from tests.lab.host import Host
 from tests.lab.machine import ROOT
@@ -39,11 +38,6 @@ def summon(host: Host, head: HeadAddress) -> list[str | None]:
     ran = host.run(asked, folder=ROOT, check=True)
     said: list[str | None] = json.loads(ran.stdout)
     return said
-
-
-def fingerprint(host: Host) -> str:
-    digest = hashlib.sha256(base64.b64decode(host.sshd.public_key().split()[1])).digest()
-    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def announced(lock: Path) -> bool:

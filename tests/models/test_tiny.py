@@ -27,6 +27,7 @@ def test_a_tiny_model_loads_and_different_prompts_get_different_answers(
 def test_building_twice_gives_the_same_bytes(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     first = tiny("tiny-qwen3-moe")
     again = build_tiny("tiny-qwen3-moe", tmp_path)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in again.iterdir()}
     for file in again.iterdir():
         assert file.read_bytes() == (first / file.name).read_bytes(), file.name
 

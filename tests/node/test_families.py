@@ -3,17 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
@@ -24,6 +21,8 @@ from omlx.node.rows import Rows
 from omlx.node.slicing import CUTTABLE, Cut, cut_model, refuse_uncuttable
 from tests.models.families import FAMILIES, LAYERS, VOCAB, WINDOW, build_family, config_of
 from tests.models.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 PROMPT = [(7 * i + 11) % VOCAB for i in range(25)]
 CHUNKS = (17, 5, 1, 1, 1)
@@ -48,17 +47,6 @@ class Built:
 
     def stages(self, count: int) -> list[Cut]:
         return [self.span(start, end) for start, end in pairwise([0, *BORDERS[count], LAYERS])]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """What would take most of the time here: on a CPU, the C++ compiler for every family's fused kernels;
-    in mlx-lm's configs, one look at the signature for each of their fields."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "inspect", SimpleNamespace(signature=cache(signature)))
-        mx.disable_compile()
-        yield
-        mx.enable_compile()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -139,6 +139,11 @@ def test_who_does_not_show_the_epoch_and_the_secret_is_hung_up_on(epoch: Epoch, 
         friend.give(tag(0), mx.ones((1, 1, 4)))
         taker = TcpLink.accept(listener, begin(5.0), still)
         assert taker.take(tag(0)).shape == (1, 1, 4)
+        end = time.monotonic() + 4
+        with pytest.raises(LinkLost):
+            while time.monotonic() < end:
+                stranger.give(tag(0), mx.ones((1, 1, 4)))
+                time.sleep(0.01)
         for link in (stranger, friend, taker):
             link.close()
 

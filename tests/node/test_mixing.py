@@ -1,19 +1,14 @@
 """Every family of MIXED, with random weights: a mixed forward computes what each of its blocks does alone."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
-from inspect import signature
 from itertools import compress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models import base
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 from mlx_lm.utils import load_model
 
@@ -21,6 +16,8 @@ from omlx.node.mixing import MIXED, Around, Block, Mixed, make_mixable
 from omlx.node.slicing import Cut, cut_model
 from tests.models.families import FAMILIES, VOCAB, build_family, config_of
 from tests.models.tiny import TINY, build_tiny
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 SPANS: tuple[tuple[int, int | None], ...] = ((0, 2), (2, 3), (3, None))
 CLOSE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
@@ -47,16 +44,6 @@ TINIES = (
 Pieces = dict[tuple[str, ...], int]
 Rows = dict[tuple[str, ...], list[Any]]
 """The caches of each block."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """See tests/node/test_families.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "inspect", SimpleNamespace(signature=cache(signature)))
-        mx.disable_compile()
-        yield
-        mx.enable_compile()
 
 
 @dataclass(frozen=True, eq=False)

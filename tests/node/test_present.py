@@ -1,10 +1,7 @@
 """Which bytes a span reads, and that nothing is ever computed with a hole."""
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from inspect import signature
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from mlx_lm.models import base
 
 from omlx.errors import BadModel
 from omlx.node.loader import load_span
@@ -113,14 +109,6 @@ def test_a_span_loads_the_same_weights_from_a_copy_with_holes(name: str, tiny: T
     layers = read_manifest(folder).num_layers
     for start, end in ((0, 1), (1, layers - 1), (layers - 1, layers)):
         assert_same_from_a_copy(folder, tmp_path, start, end)
-
-
-@pytest.fixture
-def quick() -> Iterator[None]:
-    """As in test_families: one look at the signature for each config's fields takes most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "inspect", SimpleNamespace(signature=cache(signature)))
-        yield
 
 
 @pytest.mark.slow

@@ -1,14 +1,11 @@
 """Blocks cut out of running caches and laid back: the row goes on as if nothing had been between."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
-from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from mlx_lm.models import base
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchRotatingKVCache,
@@ -47,6 +43,8 @@ from omlx.node.slicing import Cut, cut_model
 from tests.models.families import FAMILIES, VOCAB, build_family
 from tests.models.tiny import TINY, build_tiny
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 BLOCK = 16
 AHEAD = 5
 """Tokens of the chunk after what was laid."""
@@ -75,16 +73,6 @@ LENGTHS = (11, 12, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49)
 SPANS: tuple[tuple[int, int | None], ...] = ((0, 2), (2, 3), (3, None))
 Load = Callable[..., Cut]
 Logits = list[mx.array]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """See tests/node/test_families.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "inspect", SimpleNamespace(signature=cache(signature)))
-        mx.disable_compile()
-        yield
-        mx.enable_compile()
 
 
 @pytest.fixture(scope="module")

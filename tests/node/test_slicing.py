@@ -14,7 +14,7 @@ from omlx.ids import SeqId
 from omlx.node.loader import load_span
 from omlx.node.rows import Rows
 from omlx.node.slicing import Cut
-from tests.models.tiny import FAMILIES, TINY
+from tests.models.tiny import FAMILIES
 
 Tiny = Callable[[str], Path]
 PROMPT = [(7 * i + 11) % 700 + 20 for i in range(45)]
@@ -199,9 +199,3 @@ def copied(folder: Path, into: Path, **config: Any) -> Path:
     found = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(found | config))
     return target
-
-
-def test_every_tiny_family_is_cuttable_or_says_so() -> None:
-    from omlx.node.slicing import CUTTABLE
-
-    assert {tiny.config["model_type"] for tiny in TINY.values()} <= CUTTABLE

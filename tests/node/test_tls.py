@@ -25,9 +25,9 @@ from omlx.cluster.trust import Trust, init_trust, issue, renew, revoke
 from omlx.errors import BadSetting, LinkLost, StageLost, TooLate
 from omlx.ids import Epoch, PlanId
 from omlx.node import door
-from omlx.node.channel import Channel, open_streams
+from omlx.node.channel import PAIRED, Channel, open_streams
 from omlx.node.links import TcpLink
-from omlx.node.tls import Security
+from omlx.node.tls import WELCOME, Security
 from omlx.node.wire import Begin, Tag, read_exactly
 
 BEGIN = Begin(Epoch(3), None, b"s" * 32, join_within_s=10.0, step_within_s=5.0)
@@ -461,20 +461,28 @@ def test_a_control_connection_reads_and_writes_at_once_and_ends_like_a_socket(cl
             one.recv_into(memoryview(bytearray(1)))
         threading.Timer(0.1, one.close).start()
         assert other.recv_into(memoryview(bytearray(1))) == 0
-        threading.Timer(0.1, other.close).start()
+
+
+def test_closing_a_control_connection_wakes_who_reads_from_it_in_another_thread(cluster: Cluster) -> None:
+    with channel(cluster) as (one, _):
+        one.settimeout(30)
+        threading.Timer(0.1, one.close).start()
+        started = time.monotonic()
         with suppress(OSError):
-            assert other.recv_into(memoryview(bytearray(1))) == 0
+            assert one.recv_into(memoryview(bytearray(1))) == 0
+        assert time.monotonic() - started < 10
 
 
 def test_halves_of_different_nodes_or_connections_are_not_put_together(cluster: Cluster) -> None:
     ours, theirs, third = (cluster.member(id) for id in ("a", "b", "c"))
     with listening() as (listener, address), capture_logs():
-        results: list[object] = []
+        greeted: list[bytes] = []
+        results: list[bytes] = []
 
         def half(security: Security, shows: bytes) -> None:
             with suppress(OSError), socket.create_connection(address) as plain:
                 sock = security.context(server=False).wrap_socket(plain)
-                sock.recv(1)
+                greeted.append(sock.recv(1))
                 sock.sendall(shows)
                 sock.settimeout(5)
                 results.append(sock.recv(1))
@@ -493,7 +501,7 @@ def test_halves_of_different_nodes_or_connections_are_not_put_together(cluster: 
             Channel.accept(listener, ours, None, 1.0)
         for thread in threads:
             thread.join()
-    assert b"\x11" not in results
+    assert greeted == [WELCOME] * len(shows) and PAIRED not in results
 
 
 def test_a_control_connection_nobody_accepts_is_an_error_in_time(cluster: Cluster) -> None:
@@ -556,8 +564,8 @@ def test_the_head_is_told_when_the_stage_is_gone(cluster: Cluster) -> None:
 
     async def head(address: tuple[str, int]) -> None:
         streams = await open_streams(address, theirs, "a")
-        with pytest.raises((asyncio.IncompleteReadError, OSError)):
-            async with asyncio.timeout(5):
+        async with asyncio.timeout(5):  # outside: its TimeoutError is an OSError too
+            with pytest.raises((asyncio.IncompleteReadError, OSError)):
                 await streams.reader.readexactly(1)
         streams.close()
         await asyncio.sleep(0)

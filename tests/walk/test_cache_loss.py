@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from omlx.node import prefixes as prefixes_module
 from omlx.node.engine import Engine
 from omlx.node.scheduler import Scheduler
 from omlx.node.sequence import Sequence as Known
@@ -23,25 +22,12 @@ from tests.walk.cached import (
     Folder,
     ask_right,
     check,
-    family,
     greedy,
     quiet,
     until,
     words,
 )
 from tests.walk.engines import LIMITS, Kept, engine, request
-
-
-@pytest.fixture(scope="module")
-def folder(tiny: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The folder of a model of KINDS."""
-    parent = tmp_path_factory.mktemp("families")
-    return lambda name: tiny(name) if name.startswith("tiny") else family(name, parent)
-
-
-@pytest.fixture
-def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes_module, "IDLE_S", 0.0)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,13 @@ PROMPTS = [[(31 * i + 7 * n) % 700 + 20 for i in range(n)] for n in LENGTHS]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_reference_is_mlx_lms_own_generation(name: str, tiny: Tiny) -> None:
     model, _ = whole_model(tiny(name))
+    compared = 0
     for prompt in PROMPTS[2::3]:
         own = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
         right, safe = expected(tiny(name), tuple(prompt), 12)
         assert list(own)[:safe] == list(right)[:safe]
+        compared += safe
+    assert compared >= 12, TIE
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ import httpx
 import pytest
 from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError, OpenAI
 
-from tests.walk.servers import Running, serve
+from tests.walk.servers import Running, serve, wait_until
 
 Tiny = Callable[[str], Path]
 
@@ -24,13 +23,6 @@ def state(running: Running, model: str) -> str:
 def renewed(running: Running, pid: int) -> bool:
     """The stage with this pid was followed by another, which serves."""
     return running.stages()[-1].pid > pid and state(running, "tiny-qwen3") == "ready"
-
-
-def wait_until(true: Callable[[], bool], within_s: float = 60.0) -> None:
-    started = time.monotonic()
-    while not true():
-        assert time.monotonic() - started < within_s
-        time.sleep(0.02)
 
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -94,9 +86,9 @@ def test_several_models_of_a_folder_are_loaded_when_asked_for_and_fail_alone(
             victim = running.stages()[-1]
             victim.kill()
             wait_until(
-                lambda pid=victim.pid: state(running, "tiny-qwen3") == "failed" or renewed(running, pid)
+                lambda pid=victim.pid: state(running, "tiny-qwen3") == "failed" or renewed(running, pid), 60
             )
-        wait_until(lambda: state(running, "tiny-qwen3") == "failed")
+        wait_until(lambda: state(running, "tiny-qwen3") == "failed", 60)
         with pytest.raises(InternalServerError) as failed:
             said(client, "tiny-qwen3", stream=False)
         assert failed.value.status_code == 503
@@ -134,6 +126,7 @@ def test_sampling_fields_logprobs_usage_and_legacy_completions_through_the_real_
         texts = [choice.message.content for choice in seeded]
         assert texts[0] == texts[1] != texts[2]
         entries = seeded[0].logprobs.content
+        assert 0 < len(entries) <= 8
         assert all(len(entry.top_logprobs) == 3 and entry.logprob <= 0 for entry in entries)
         forced = client.chat.completions.create(**{**options, "temperature": 0}, logit_bias={"300": 100}, n=2)  # type: ignore[call-overload]
         assert [choice.index for choice in forced.choices] == [0, 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from omlx.node.engine import Engine
+from tests.walk.cached import until
 from tests.walk.engines import Kept, engine, request
 
 Tiny = Callable[[str], Path]
@@ -47,10 +48,12 @@ def test_a_burst_goes_on_when_its_first_request_is_cancelled(tiny: Tiny) -> None
     asked = prompts(3)
 
     async def walk() -> None:
-        async with engine(tiny("tiny-llama"), kept=Kept()) as (opened, _):
+        async with engine(tiny("tiny-llama"), kept=Kept()) as (opened, scheduler):
             first = opened.submit(request(asked[0], max_tokens=4))
+            known = scheduler.waiting[-1]
             others = [asyncio.create_task(answer(opened, prompt)) for prompt in asked[1:]]
-            await asyncio.sleep(0.05)
+            await until(lambda: sum(one.follows is not None for one in scheduler.running.values()) == 2)
+            assert known.computed < COMMON
             await first.aclose()
             async with asyncio.timeout(60):
                 found = await asyncio.gather(*others)
