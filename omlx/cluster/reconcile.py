@@ -6,7 +6,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ import structlog
 from omlx.cluster.cluster_site import ClusterSite, Unfurnished
 from omlx.cluster.coordinator import Coordinator, Served
 from omlx.cluster.measure import LinkSample, StageTimes
-from omlx.cluster.rebalance import Proposal, worth
+from omlx.cluster.rebalance import Move, Proposal, worth
 from omlx.cluster.site import span_of
 from omlx.cluster.standby import Standby
 from omlx.errors import DoesNotFit, NodesAway, OmlxError, Refused
@@ -31,8 +31,32 @@ PLAN_EVERY_S = 60.0
 """Where nothing seems to have changed."""
 QUIET_S = 10.0
 """So long after the last news of how fast stages are."""
-REST_S = 30.0
-"""Between two moves of one model that only pay, and do not have to be."""
+REST_S, MOST_REST_S = 30.0, 600.0
+"""Between two moves of one model that pay and do not have to be: at first, and where layers go to and fro."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """After a move. Layers that come back where they were taken from were moved by figures that depend on
+    where they are (heat, a share of a core): each time, the next move is waited for twice as long."""
+
+    until: float
+    """On time.monotonic."""
+    seconds: float = REST_S
+    gained: frozenset[str] = frozenset()
+    """Nodes that got layers."""
+    gave: frozenset[str] = frozenset()
+
+    def after(self, moves: Iterable[Move], now: float) -> "Rest":
+        moves = list(moves)
+        gained = frozenset(move.node for move in moves if move.gained > move.given)
+        gave = frozenset(move.node for move in moves if move.given > move.gained)
+        to_and_fro = bool(gained & self.gave or gave & self.gained)
+        seconds = min(MOST_REST_S, 2 * self.seconds) if to_and_fro else REST_S
+        return Rest(now + seconds, seconds, gained, gave)
+
+
+AWAKE = Rest(0.0)
 
 
 @dataclass(slots=True)
@@ -42,7 +66,7 @@ class Reconciler:
     coordinator: Coordinator
     site: ClusterSite
     standby: Standby
-    _moved: dict[ModelId, float] = field(default_factory=dict)
+    _rests: dict[ModelId, Rest] = field(default_factory=dict)
     _away: set[ModelId] = field(default_factory=set)
     """Models that the machines there were could not hold."""
     _why: dict[ModelId, str] = field(default_factory=dict)
@@ -91,7 +115,7 @@ class Reconciler:
     async def move(self, served: Served, proposal: Proposal, layout: Layout) -> None:
         """Its engine goes there with the next plan, once the nodes have the weights. Raises Unfurnished."""
         model = served.engine.model
-        self._moved[model] = time.monotonic()
+        self._rests[model] = self._rests.get(model, AWAKE).after(proposal.moves, time.monotonic())
         for line in proposal.lines():
             log.info("moving", model=model, what=line)
         served.engine.move(await self.site.furnish(self.coordinator.need(served), layout))
@@ -103,7 +127,7 @@ class Reconciler:
             return
         try:
             proposal, layout = await self.propose(served)
-            rested = time.monotonic() - self._moved.get(model, -REST_S) >= REST_S
+            rested = time.monotonic() >= self._rests.get(model, AWAKE).until
             if proposal.moves and (proposal.needed is not None or (rested and worth(proposal))):
                 await self.move(served, proposal, layout)
         except DoesNotFit as error:
