@@ -140,34 +140,14 @@ def test_twenty_streams_end_with_the_right_tokens_whatever_befalls_a_host(
             detection, load = seconds(lost) - at, rebuilt["load_seconds"]
             gap = max(one["longest_pause_s"] for one in ended)
             took = rebuilt["seconds"]
-            print(f"{case}: noticed {detection:.2f}, load {load:.2f}, rebuilt {took:.2f}, gap {gap:.2f} s")
+            first = max(one["first_s"] for one in cold)
+            print(
+                f"{case}: noticed {detection:.2f}, load {load:.2f}, rebuilt {took:.2f}, gap {gap:.2f} s; "
+                f"the same prompts took {first:.2f} s the first time"
+            )
             assert detection <= DETECTED_WITHIN_S
             # What runs is computed anew, with the tokens that it has by then.
-            anew = 2 * max(one["first_s"] for one in cold)
-            assert gap <= detection + 1.3 * load + 2 + anew
+            assert gap <= detection + 1.3 * load + 2 + 2 * first
     finally:
         fault.is_mended(three.lab, host, nodes)
     wait(lambda: in_use(server, host), 90, server.running.said)
-
-
-def test_a_slow_host_is_noticed_and_its_layers_go_to_the_others(
-    server: Server, three: Fleet, nodes: dict[str, Running]
-) -> None:
-    """A quarter of a core is what it has left."""
-    _, _, host = three.hosts
-    wait(lambda: in_use(server, host), 90, server.running.said)
-
-    def layers() -> int:
-        start, end = server.shards().get(host.name, (0, 0))
-        return end - start
-
-    before, end = layers(), time.monotonic() + 150
-    three.lab.cpu(host, 0.25)
-    try:
-        while layers() >= before:
-            assert time.monotonic() < end, server.running.said()
-            texts(server.stream(4, TOKENS).ended())
-        (model,) = server.get("/omlx/v1/cluster")["models"]
-        assert model["state"] in ("ready", "recovering")
-    finally:
-        three.lab.cpu(host, 0)
