@@ -99,10 +99,11 @@ class RaySite:
 
     async def _look(self) -> None:
         try:
-            self.members = await asyncio.to_thread(read_members, self.trust.folder)
             token = await asyncio.to_thread(self.trust.token)
             if token != self.token or not await asyncio.to_thread(self.session.alive):
                 await self._start_anew(token)
+            # After that, for it takes seconds, and who leaves loses the token first.
+            self.members = await asyncio.to_thread(read_members, self.trust.folder)
             self._call()  # at the start before Ray's driver is up: the nodes' Ray takes as long
             known = {one.id for one in self.members}
             self.draining &= known  # who left and comes back is as good as new

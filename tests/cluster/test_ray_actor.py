@@ -27,7 +27,9 @@ from tests.cluster.kept_node import true_soon
 from tests.walk.engines import answer, compare, engine, request
 from tests.walk.servers import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [
+    pytest.mark.slow,
+]
 
 Tiny = Callable[[str], Path]
 WANTED = request([(3 * i) % 700 + 20 for i in range(40)], max_tokens=60)

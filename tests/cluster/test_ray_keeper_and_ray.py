@@ -18,7 +18,9 @@ from omlx.cluster.summoning import head_of
 from tests.cluster.certified import HERE, own_address
 from tests.cluster.kept_node import Cluster, found_cluster, pids, runs, true_soon
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from tests.lab.lab import Lab, macs
 from tests.lab.machine import ROOT, missing, running
 from tests.lab.probes import wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")
-
 OWNER = """
 import subprocess
 import time

@@ -11,7 +11,7 @@ from tests.lab.clustered import gifts, processes, serving, wait
 from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 
-pytestmark = [pytest.mark.xdist_group("lab-coordinator"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
 

@@ -17,8 +17,6 @@ from tests.lab.lab import Lab
 from tests.lab.machine import ROOT, end, sh
 from tests.lab.probes import wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")
-
 WITHIN_S = 20.0
 
 

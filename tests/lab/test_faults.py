@@ -10,8 +10,6 @@ from tests.lab.lab import Lab
 from tests.lab.machine import BARE_PYTHON, LabError, end
 from tests.lab.probes import reaches, round_trip_ms, wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")
-
 HEAR = """
 import socket, struct, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:

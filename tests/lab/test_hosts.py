@@ -12,8 +12,6 @@ from tests.lab.lab import Lab, macs
 from tests.lab.machine import BARE_PYTHON, ROOT, LabError
 from tests.lab.probes import reaches, wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")
-
 SPIN = """
 import time
 end = time.monotonic() + 1

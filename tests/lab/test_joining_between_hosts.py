@@ -13,8 +13,6 @@ from tests.lab.conftest import NewHosts
 from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 
-pytestmark = pytest.mark.xdist_group("lab")
-
 
 @pytest.fixture(scope="module")
 def three(hosts: NewHosts) -> Fleet:

@@ -8,7 +8,7 @@ import pytest
 from tests.lab.clustered import Running, Server, cluster, gifts, processes, serving, wait
 from tests.lab.fleet import Fleet
 
-pytestmark = [pytest.mark.xdist_group("lab-leaving"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
 

@@ -18,7 +18,7 @@ from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 from tests.lab.machine import ROOT, end
 
-pytestmark = [pytest.mark.xdist_group("lab-mac"), pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 WITHIN_S = 300.0
 NOT_A_MAC = {

@@ -8,7 +8,7 @@ import pytest
 from tests.lab.clustered import cluster, clustered, gifts, serving, wait
 from tests.lab.conftest import NewHosts
 
-pytestmark = [pytest.mark.xdist_group("lab-plan"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 GIVEN = gifts({"mac-a": "560MB", "mac-b": "600MB"})
 """Neither holds SmolLM2 alone."""

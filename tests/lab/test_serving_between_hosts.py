@@ -16,7 +16,7 @@ from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 from tests.lab.lab import Lab
 
-pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STREAMS, TOKENS = 20, 40
 GIVEN = {"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"}

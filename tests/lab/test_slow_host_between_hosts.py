@@ -22,7 +22,7 @@ from tests.lab.every_split import PLANNED, Paces, Stages, layers_of, slowest, sp
 from tests.lab.fleet import Fleet
 from tests.lab.host import NET, Host
 
-pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STREAMS, TOKENS = PLANNED, 120
 """The load that plans for throughput are made for."""

@@ -6,8 +6,6 @@ from tests.lab.conftest import NewHosts
 from tests.lab.fleet import Fleet
 from tests.lab.sshd import new_key
 
-pytestmark = pytest.mark.xdist_group("lab")
-
 
 @pytest.fixture(scope="module")
 def two(hosts: NewHosts) -> Fleet:

@@ -14,7 +14,7 @@ from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 from tests.lab.machine import ROOT
 
-pytestmark = [pytest.mark.xdist_group("lab-strangers"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 LISTENERS = """
 import json, psutil

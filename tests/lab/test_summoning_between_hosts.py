@@ -5,16 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from omlx.cluster.head_address import HeadAddress, read_head
 from omlx.cluster.node_agent import holder
 from tests.lab.clustered import fingerprint
 from tests.lab.conftest import NewHosts
 from tests.lab.host import Host
 from tests.lab.machine import ROOT
-
-pytestmark = pytest.mark.xdist_group("lab")
 
 AGENT_WITHIN_S = 20.0
 SUMMON = """

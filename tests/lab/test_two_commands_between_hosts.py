@@ -8,7 +8,7 @@ import pytest
 from tests.lab.clustered import cluster, fingerprint, gifts, serving, start_node
 from tests.lab.conftest import NewHosts
 
-pytestmark = [pytest.mark.xdist_group("lab-two_commands"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_a_person_who_can_log_in_needs_two_commands_before_serve(hosts: NewHosts, smollm2: Path) -> None:

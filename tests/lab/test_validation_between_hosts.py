@@ -12,8 +12,6 @@ from tests.lab.fleet import Fleet
 from tests.lab.host import Host
 from tests.lab.machine import ROOT
 
-pytestmark = pytest.mark.xdist_group("lab")
-
 CHECK = """
 import asyncio, json, sys
 from pathlib import Path
