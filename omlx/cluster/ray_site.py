@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -99,11 +100,10 @@ class RaySite:
 
     async def _look(self) -> None:
         try:
+            await self._read_members()
             token = await asyncio.to_thread(self.trust.token)
             if token != self.token or not await asyncio.to_thread(self.session.alive):
-                await self._start_anew(token)
-            # After that, for it takes seconds, and who leaves loses the token first.
-            self.members = await asyncio.to_thread(read_members, self.trust.folder)
+                await self._follow_members_during(self._start_anew(token))
             self._call()  # at the start before Ray's driver is up: the nodes' Ray takes as long
             known = {one.id for one in self.members}
             self.draining &= known  # who left and comes back is as good as new
@@ -121,6 +121,22 @@ class RaySite:
             self.changed.set()
         async with self._looked:
             self._looked.notify_all()
+
+    async def _read_members(self) -> None:
+        self.members = await asyncio.to_thread(read_members, self.trust.folder)
+        self.draining &= {one.id for one in self.members}  # who leaves and comes back is as good as new
+
+    async def _follow_members_during(self, start: Coroutine[Any, Any, None]) -> None:
+        """Ray takes seconds, and whoever leaves loses the token before it is forgotten here."""
+        starting = asyncio.create_task(start, name="ray-start")
+        try:
+            while not starting.done():
+                await asyncio.wait([starting], timeout=SEARCH_EVERY_S)
+                await self._read_members()
+            await starting
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
 
     async def _start_anew(self, token: str) -> None:
         """Somebody was thrown out, or it died. Stages go on: they are not Ray's."""

@@ -35,6 +35,16 @@ REST_S, MOST_REST_S = 30.0, 600.0
 """Between two moves of one model that pay and do not have to be: at first, and where layers go to and fro."""
 
 
+PROBE_EVERY_S, PROBED_WITHIN_S = 20.0, 1.0
+"""Of each link. An answer that is later says nothing."""
+LEAST_BALLAST, MOST_BALLAST = 64 << 10, 1 << 20
+
+
+def ballast(bytes_per_s: float) -> int:
+    """Bytes that such a link carries in 5 ms: more than a round trip varies, and nobody waits for them."""
+    return round(min(MOST_BALLAST, max(LEAST_BALLAST, bytes_per_s * 0.005)))
+
+
 @dataclass(frozen=True, slots=True)
 class Rest:
     """After a move. Layers that come back where they were taken from were moved by figures that depend on
@@ -73,6 +83,8 @@ class Reconciler:
     """Why a model cannot be where it should; told once."""
     _planned_at: float = -PLAN_EVERY_S
     _news_at: float = 0.0
+    _probed: dict[str, float] = field(default_factory=dict)
+    """When a node's link was, on time.monotonic."""
     _unplanned: bool = False
     """Whether there were news since the last plan."""
 
@@ -87,7 +99,7 @@ class Reconciler:
             self._away |= {one.engine.model for one in served if isinstance(one.engine.failure, NodesAway)}
             news = [self.measure(one) for one in served if one.engine.failure is None]
             news += self._hear(served)
-            self._probe(served)
+            await self._probe(served)
             if self._is_due(any(news)) or changed.is_set():
                 changed.clear()
                 self._planned_at, self._unplanned = time.monotonic(), False
@@ -159,19 +171,21 @@ class Reconciler:
                     free[stage.seat] = stage.pong.free_bytes
         return [self.site.heard(node, held[node], free[node]) for node in free]
 
-    def _probe(self, served: Sequence[Served]) -> None:
-        """How far nodes are away, in moments without work: else the answer waits for a core there or here.
-
-        What a link carries in bulk stays as it was measured when its node joined.
-        """
-        if any(one.engine.busy for one in served):
+    async def _probe(self, served: Sequence[Served]) -> None:
+        """How far nodes are away and what their links carry, in moments without work: else the answer waits
+        for a core there or here."""
+        if any(one.engine.busy or one.engine.recovering for one in served):
             return
-        fleet = self.site.fleet()
+        fleet, now = self.site.fleet(), time.monotonic()
+        links, here = self.site.measures.links(fleet.links()), self.site.here.name
         for stage in (stage for one in served for stage in one.engine.pipeline.stages):
-            machine = fleet.find(stage.seat)
-            if machine is not None and machine.link is not None and stage.round_trip_s is not None:
-                sample = LinkSample(stage.round_trip_s, machine.link.bytes_per_s)
-                self.site.measures.add_link(self.site.here.name, machine.name, sample)
+            machine, due = fleet.find(stage.seat), self._probed.get(stage.seat, 0.0) + PROBE_EVERY_S
+            if machine is None or machine.link is None or stage.round_trip_s is None or now < due:
+                continue
+            self._probed[stage.seat] = now
+            size = ballast(links.between(here, machine.name).bytes_per_s)
+            if (bytes_per_s := await stage.carries(size, PROBED_WITHIN_S)) is not None:
+                self.site.measures.add_link(here, machine.name, LinkSample(stage.round_trip_s, bytes_per_s))
 
     async def come_back(self) -> None:
         """With machines that returned, models may fit again that did not; but not who was deactivated."""

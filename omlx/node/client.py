@@ -141,15 +141,35 @@ class StageClient:
     async def alive(self) -> bool:
         """Whether its process answers. A neighbour's complaint may arrive before the end of the one that
         it complains about."""
-        number = self._ping()
         try:
             async with asyncio.timeout(SILENT_ROUNDS * PING_EVERY_S):
-                while self.lost is None and (self.pong is None or self.pong.number < number):
-                    self._news.clear()
-                    await self._news.wait()
+                await self._answered(self._ping())
         except TimeoutError:
             self._lose(TooLate(f"{self.name} does not answer", self.index))
         return self.lost is None
+
+    async def carries(self, size: int, within_s: float) -> float | None:
+        """Bytes/s of the link, there and back, by a ping that weighs `size` bytes; None where that is late.
+
+        What else both processes do counts, so it is of use in idle moments alone, and more is carried than is
+        told where a round trip varies by more than the ballast takes.
+        """
+        empty_s, sent = self.round_trip_s, time.monotonic()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._answered(self._ping(bytes(size)))
+        except TimeoutError:
+            return None
+        if self.lost is not None or empty_s is None:
+            return None
+        took_s = time.monotonic() - sent - empty_s
+        return 2 * size / took_s if took_s > 0 else None
+
+    async def _answered(self, number: int) -> None:
+        """Until that ping has come back, or the stage is lost."""
+        while self.lost is None and (self.pong is None or self.pong.number < number):
+            self._news.clear()
+            await self._news.wait()
 
     def send(self, message: ToStage) -> None:
         """Queue a message for the stage; its loss is reported as an event, not here."""
@@ -215,7 +235,7 @@ class StageClient:
 
     def _hear(self, pong: Pong) -> None:
         self.pong = pong
-        if pong.number == self._pings:
+        if pong.number == self._pings and not pong.ballast:
             self.round_trip_s = time.monotonic() - self._pinged
         self._news.set()
 
@@ -244,10 +264,10 @@ class StageClient:
             self._settle(lost)
             self._report(lost)
 
-    def _ping(self) -> int:
+    def _ping(self, ballast: bytes = b"") -> int:
         self._pings += 1
         self._pinged = time.monotonic()
-        self._write(Ping(self._pings))
+        self._write(Ping(self._pings, ballast))
         return self._pings
 
     async def _watch(self) -> None:

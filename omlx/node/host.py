@@ -139,7 +139,7 @@ class StageHost:
                 message = read_for_stage(self._control)
                 self._heard = None if isinstance(message, Load) else time.monotonic()
                 if isinstance(message, Ping):
-                    self._send(self._pong(message.number))
+                    self._send(self._pong(message))
                     continue
                 if isinstance(message, Fetch | Spill | Purge):
                     if self._store is not None:
@@ -164,9 +164,9 @@ class StageHost:
                 sys.stderr.write(f"stage: nothing came from the head for {silent_s:.0f} s\n")
                 os._exit(0)
 
-    def _pong(self, number: int) -> Pong:
+    def _pong(self, ping: Ping) -> Pong:
         held = mx.get_active_memory() + mx.get_cache_memory()
-        return Pong(number, peak_rss_bytes(), held, free_bytes())
+        return Pong(ping.number, peak_rss_bytes(), held, free_bytes(), ping.ballast)
 
     def _send(self, message: ToHead) -> None:
         with self._sending:

@@ -117,6 +117,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     number: int
+    ballast: bytes = b""
+    """Comes back with the pong: how long that takes tells what the link carries."""
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
@@ -256,6 +258,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """By MLX's arrays, those that it keeps for later included."""
     free_bytes: int
     """Of its machine: what could be taken without swapping."""
+    ballast: bytes = b""
 
 
 ToStage = Load | Begin | Step | Ping | Fetch | Spill | Purge | Leave

@@ -6,7 +6,15 @@ from typing import cast
 from omlx.cluster.cluster_site import ClusterSite
 from omlx.cluster.coordinator import Coordinator
 from omlx.cluster.rebalance import Move
-from omlx.cluster.reconcile import AWAKE, MOST_REST_S, REST_S, Reconciler
+from omlx.cluster.reconcile import (
+    AWAKE,
+    LEAST_BALLAST,
+    MOST_BALLAST,
+    MOST_REST_S,
+    REST_S,
+    Reconciler,
+    ballast,
+)
 from omlx.cluster.standby import Standby
 from omlx.ids import ModelId
 from omlx.node.health import ModelHealth, ModelState
@@ -75,3 +83,9 @@ def test_layers_that_go_further_the_same_way_do_not_wait_longer() -> None:
     once = AWAKE.after(THERE, now=0.0)
     again = once.after([moved("a", 0, 2), moved("c", 2, 0)], now=40.0)
     assert again.seconds == REST_S and again.until == 40.0 + REST_S
+
+
+def test_a_slow_link_is_not_filled_by_asking_what_it_carries() -> None:
+    assert ballast(110e6) == 550_000
+    assert ballast(1e3) == LEAST_BALLAST
+    assert ballast(5e9) == MOST_BALLAST

@@ -192,3 +192,21 @@ def test_how_far_a_stage_is_away_is_known_without_any_work(tiny: Tiny) -> None:
             assert all(0 < (stage.round_trip_s or 0) < 1 for stage in opened.pipeline.stages)
 
     asyncio.run(walk())
+
+
+def test_what_a_link_carries_is_asked_of_a_living_stage_and_its_distance_stays_the_one_of_an_empty_ping(
+    tiny: Tiny,
+) -> None:
+    heavy = 64 << 20
+
+    async def walk() -> None:
+        async with engine(tiny("tiny-llama"), 2, nodes=("a", "b")) as (opened, _):
+            first, second = opened.pipeline.stages
+            await until(lambda: second.round_trip_s is not None)
+            carried = await second.carries(heavy, 10.0)
+            assert carried is not None and carried > 10e6
+            assert second.round_trip_s is not None and second.round_trip_s < heavy / carried
+            assert await first.carries(heavy, 1e-4) is None  # that is too late, and nobody is lost by it
+            assert await first.alive() and await second.alive()
+
+    asyncio.run(walk())
