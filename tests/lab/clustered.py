@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -148,11 +149,19 @@ class Server:
         command: list[str | Path | int] = [sys.executable, "-m", "tests.lab.streams", self.url, count, tokens]
         pipe = subprocess.PIPE
         process = self.host.popen(command, folder=ROOT, stdout=pipe, stderr=pipe)
-        assert process.stdout is not None
-        first = process.stdout.readline()
+        first = first_line(process)
         if first.strip() != "running":
             raise LabError(f"{first} {process.communicate()} {self.running.said()[-3000:]}")
         return Streams(process)
+
+
+def first_line(process: "subprocess.Popen[str]") -> str:
+    """Not by a readline, which may take more than the line: `communicate` would not see that."""
+    assert process.stdout is not None
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(process.stdout.fileno(), 1)):
+        line += byte
+    return line.decode()
 
 
 @dataclass
