@@ -99,14 +99,15 @@ class Reconciler:
             self._away |= {one.engine.model for one in served if isinstance(one.engine.failure, NodesAway)}
             news = [self.measure(one) for one in served if one.engine.failure is None]
             news += self._hear(served)
-            await self._probe(served)
+            if rests(served):  # else the answer waits for a core there or here
+                await self._probe(served)
             if self._is_due(any(news)) or changed.is_set():
                 changed.clear()
                 self._planned_at, self._unplanned = time.monotonic(), False
                 for one in served:
                     await self._look(one)
             await self.come_back()
-            if not any(one.engine.busy or one.engine.recovering for one in served):
+            if rests(served):
                 sound = [one for one in served if one.engine.failure is None]
                 self.standby.look([(self.coordinator.need(one), one.engine.layout) for one in sound])
 
@@ -172,10 +173,7 @@ class Reconciler:
         return [self.site.heard(node, held[node], free[node]) for node in free]
 
     async def _probe(self, served: Sequence[Served]) -> None:
-        """How far nodes are away and what their links carry, in moments without work: else the answer waits
-        for a core there or here."""
-        if any(one.engine.busy or one.engine.recovering for one in served):
-            return
+        """How far nodes are away, and what their links carry."""
         fleet, now = self.site.fleet(), time.monotonic()
         links, here = self.site.measures.links(fleet.links()), self.site.here.name
         for stage in (stage for one in served for stage in one.engine.pipeline.stages):
@@ -220,6 +218,11 @@ class Reconciler:
         if self._why.get(model) != why:
             self._why[model] = why
             log.warning("a model cannot be where it should", model=model, why=why)
+
+
+def rests(served: Sequence[Served]) -> bool:
+    """Whether nobody waits for tokens."""
+    return not any(one.engine.busy or one.engine.recovering for one in served)
 
 
 @asynccontextmanager
