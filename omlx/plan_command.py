@@ -30,6 +30,7 @@ SOURCES = {
     "measured": "measured",
     "told": "as told",
     "table": "by the table",
+    "gauged": "a small model timed there",
     "guess": "a guess, not measured",
 }
 

@@ -112,7 +112,7 @@ async def running(
     async with AsyncExitStack() as stack:
         kept = stack.enter_context(keeping(settings, memory_ceiling_bytes()))
         if not has_nodes(settings):
-            alone = LocalSite(settings, kept, memory_available_bytes, place)
+            alone = LocalSite(settings, kept.ceiling_bytes, memory_available_bytes, place)
             coordinator = Coordinator(library, settings, alone, kept, progress)
             stack.push_async_callback(coordinator.close)
             yield Levers(coordinator, alone, Terms.of(settings))
@@ -121,7 +121,7 @@ async def running(
         from omlx.cluster.cluster_site import open_cluster_site
         from omlx.cluster.reconcile import reconciling
 
-        site = await stack.enter_async_context(open_cluster_site(settings, kept))
+        site = await stack.enter_async_context(open_cluster_site(settings, kept.ceiling_bytes))
         coordinator = Coordinator(library, settings, site, kept, progress)
         stack.push_async_callback(coordinator.close)
         reconciler = await stack.enter_async_context(reconciling(coordinator, site))

@@ -18,6 +18,7 @@ from omlx.cluster.offer import Terms
 from omlx.cluster.trust import init_trust
 from omlx.errors import BadSetting, DoesNotFit, ModelNotFound, Refused
 from omlx.plan_command import plan
+from tests.cluster.known_speed import know_speed
 from tests.cluster.test_control import at, greeting
 from tests.cluster.test_offer import MINI, OTHER
 from tests.control_server import OFFER, ScriptedControl, in_a_thread
@@ -41,6 +42,7 @@ def quiet() -> Iterator[None]:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """Of a person without a cluster."""
+    know_speed(tmp_path / "home")
     return tmp_path / "home"
 
 

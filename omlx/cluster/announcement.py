@@ -6,7 +6,6 @@ from omlx.cluster.nodes import MOST_MEMORY_BYTES, Node, NodeId, Source, Versions
 from omlx.errors import Refused
 
 PROTOCOL = "1"
-MOST_WRITTEN_BYTES = 400
 MOST_READ_BYTES = 1024
 """A later version may say more than we do."""
 _VERSION_KEYS = {"omlx": "vo", "python": "vp", "mlx": "vm", "mlx_lm": "vl", "ray": "vr"}

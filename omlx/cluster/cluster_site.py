@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ import structlog
 from omlx.cluster.choice import choose_of
 from omlx.cluster.fleet import Fleet, Machine, fleet_of, names_of, this_machine
 from omlx.cluster.headroom import Headroom, MemorySample, begin, follow
-from omlx.cluster.keeping import Keeping
 from omlx.cluster.liveness import who_answers
 from omlx.cluster.machine import memory_available_bytes
 from omlx.cluster.measure import Measures
@@ -69,19 +68,20 @@ class ClusterSite:
     """Implements Site. Owned by the server; `rays` says which nodes are there."""
 
     settings: Settings
-    keeping: Keeping
     here: Machine
     """Its budget is what models may have of this machine at most."""
     rays: RaySite
     available_bytes: Callable[[], int]
     measures: Measures = field(default_factory=Measures)
     """By the machines' names."""
+    _terms: Terms = field(init=False)
     _placement: RayPlacement = field(init=False)
     _headroom: dict[str, Headroom] = field(default_factory=dict)
     _folders: dict[tuple[str, Path, Span | None], Path] = field(default_factory=dict)
     """What nodes have, as seen since this server started: node, model and layers (None: all)."""
 
     def __post_init__(self) -> None:
+        self._terms = Terms.of(self.settings)
         self._placement = RayPlacement(self.rays.driver, self.rays.member, self._address_of)
 
     # ---------------------------------------------------------------- Site
@@ -159,7 +159,7 @@ class ClusterSite:
         """By a plan whose nodes have the weights; who cannot get them is left out of the next one."""
         while True:
             layout = await self._best(need, among)
-            if not any(layout.hot_bytes) and self.keeping.hot_bytes(need.models, self.here.budget_bytes):
+            if not any(layout.hot_bytes) and self._terms.hot_bytes(self.here.budget_bytes, need.models):
                 log.warning("no memory is left for the hot tier", model=need.model)
             try:
                 return await self.furnish(need, layout)
@@ -169,7 +169,7 @@ class ClusterSite:
                 among -= {error.node}
 
     async def _best(self, need: Need, among: frozenset[str]) -> Layout:
-        offer = self.offer(need, among)
+        offer = self._offer(need, among)
         plan = need.manifest, offer, offer.links(), self.demand(need)
         choice, with_hot = await asyncio.to_thread(choose_of, *plan)
         return self._as_layout(need, offer, choice.placement, with_hot=with_hot)
@@ -203,31 +203,42 @@ class ClusterSite:
 
         Takes some hundredths of a second of a core. Raises DoesNotFit.
         """
-        offer = self.offer(need, (self.usable() | layout.nodes) - self.rays.draining)
+        offer = self._offer(need, (self.usable() | layout.nodes) - self.rays.draining)
         with_hot = any(layout.hot_bytes)
         stages = [(self.name(part.node), span_of(part, need.manifest)) for part in layout.parts]
         candidates, costs = offer.candidates(with_hot=with_hot), MoveCosts(running_tokens)
         proposal = propose(need.manifest, stages, candidates, offer.links(), self.demand(need), costs)
         return proposal, self._as_layout(need, offer, proposal.placement, with_hot=with_hot)
 
-    def offer(self, need: Need, among: frozenset[str]) -> Offer:
-        """What plans of the model are made of, with layers for those nodes alone."""
-        fleet = self.fleet()
-        free = self.available_bytes() + need.held.get(self.here.node_id, 0)
+    def _offer(self, need: Need, among: frozenset[str]) -> Offer:
+        """With layers for those nodes alone."""
+        idle = {one.node_id: "" for one in self.fleet().machines if one.node_id not in among}
+        return self.offer(need.folder, need.models, need.taken, need.held, idle)
+
+    def offer(
+        self,
+        folder: Path | None,
+        models: int,
+        taken: Mapping[str, int],
+        held: Mapping[str, int],
+        idle: Mapping[str, str],
+    ) -> Offer:
+        """What plans of the model in that folder are made of, where so many can be loaded beside each other:
+        bytes by node that the others have `taken` and that it has itself, and who gets no layers, and why."""
         return offer_of(
-            fleet,
-            Terms.of(self.settings),
+            self.fleet(),
+            self._terms,
             self.measures,
-            folder=need.folder,
-            models=need.models,
-            taken=need.taken,
-            free_bytes={self.here.node_id: free},
-            idle={one.node_id: "" for one in fleet.machines if one.node_id not in among},
+            folder=folder,
+            models=models,
+            taken=taken,
+            free_bytes={self.here.node_id: self.available_bytes() + held.get(self.here.node_id, 0)},
+            idle=idle,
         )
 
     def demand(self, need: Need) -> Demand:
         """What plans are made for."""
-        return demand_of(Terms.of(self.settings), need.least_tokens)
+        return demand_of(self._terms, need.least_tokens)
 
     def _as_layout(self, need: Need, offer: Offer, placement: Placement, *, with_hot: bool) -> Layout:
         by_name = {one.machine.name: one.machine for one in offer.machines}
@@ -272,9 +283,9 @@ class ClusterSite:
 
 
 @asynccontextmanager
-async def open_cluster_site(settings: Settings, keeping: Keeping) -> AsyncIterator[ClusterSite]:
-    """The cluster that this machine made. Raises BadSetting, RayFailed."""
+async def open_cluster_site(settings: Settings, ceiling_bytes: int) -> AsyncIterator[ClusterSite]:
+    """The cluster that this machine made, giving so much to models itself. Raises BadSetting, RayFailed."""
     trust = await asyncio.to_thread(open_trust, CLUSTER_FOLDER)
     async with open_ray_site(trust, settings.ray_port) as rays:
-        here = await asyncio.to_thread(this_machine, rays.member.node_id, keeping.ceiling_bytes)
-        yield ClusterSite(settings, keeping, here, rays, memory_available_bytes)
+        here = await asyncio.to_thread(this_machine, rays.member.node_id, ceiling_bytes)
+        yield ClusterSite(settings, here, rays, memory_available_bytes)

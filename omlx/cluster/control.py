@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,14 +47,9 @@ class Levers:
         that is loaded beside all of them."""
         loaded = self.coordinator.loaded()
         served = next((one for one in loaded if model in (one.engine.model, _folder_of(one))), None)
-        taken, held = Counter[str](), Counter[str]()
-        for one in loaded:
-            if one.engine.failure is None:
-                (held if one is served else taken).update(one.bytes())
         if self.reconciler is None:
-            return await self._offer_alone(served, taken, held)
-        folder = model if served is None else _folder_of(served)
-        return await self._offer_of_all(served, folder, taken, held)
+            return await self._offer_alone(served)
+        return await self._offer_of_all(served, model)
 
     async def activate(self, model_id: ModelId) -> None:
         """Raises as `Coordinator.chat_model`."""
@@ -106,11 +100,10 @@ class Levers:
                 return served
         raise Refused(f"{model_id} is not loaded: `omlx cluster activate {model_id}` loads it")
 
-    async def _offer_alone(
-        self, served: Served | None, taken: Mapping[str, int], held: Mapping[str, int]
-    ) -> Offer:
+    async def _offer_alone(self, served: Served | None) -> Offer:
+        taken, held = self._taken_and_held(served)
         (view,) = self.site.nodes()
-        here = await asyncio.to_thread(this_machine, "", view.budget_bytes)
+        here = await asyncio.to_thread(this_machine, "", view.budget_bytes, busy=True)
         offer = offer_of(
             Fleet((here,)),
             self.terms,
@@ -120,30 +113,24 @@ class Levers:
         )
         return replace(offer, folder=None if served is None else _folder_of(served))
 
-    async def _offer_of_all(
-        self, served: Served | None, folder: str | None, taken: Mapping[str, int], held: Mapping[str, int]
-    ) -> Offer:
+    async def _offer_of_all(self, served: Served | None, model: str | None) -> Offer:
+        folder = model if served is None else _folder_of(served)
         site = self._cluster().site
-        here = site.here.node_id
-        answering = await who_answers(site.rays.members) | {here}
+        answering = await who_answers(site.rays.members) | {site.here.node_id}
         there = site.usable() & answering
         if served is not None:
             there = (there | served.engine.layout.nodes) - site.rays.draining
-        offer = offer_of(
-            site.fleet(),
-            self.terms,
-            site.measures,
-            folder=None if folder is None else Path(folder),
-            models=len(self.coordinator.cards()),
-            taken=taken,
-            free_bytes={here: site.available_bytes() + held.get(here, 0)},
-            idle={
-                node.node_id: node.why or (f"it is {node.state}" if node.node_id in answering else SILENT)
-                for node in site.nodes()
-                if node.node_id is not None and node.node_id not in there
-            },
-        )
+        idle = {
+            node.node_id: node.why or (f"it is {node.state}" if node.node_id in answering else SILENT)
+            for node in site.nodes()
+            if node.node_id is not None and node.node_id not in there
+        }
+        models, place = len(self.coordinator.cards()), None if folder is None else Path(folder)
+        offer = site.offer(place, models, *self._taken_and_held(served), idle)
         return replace(offer, folder=folder if served is not None else None)
+
+    def _taken_and_held(self, served: Served | None) -> tuple[dict[str, int], dict[str, int]]:
+        return self.coordinator.taken_and_held(None if served is None else served.engine.model)
 
     async def _emptied(self, node_id: str) -> None:
         end = time.monotonic() + DRAIN_WITHIN_S

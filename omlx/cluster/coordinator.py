@@ -224,19 +224,24 @@ class Coordinator:
             await asyncio.to_thread(self._keeping.loaded, cache.root, keeper.cold_bytes, keeper)
         return Served(engine, chat, manifest)
 
-    def _need(self, id: ModelId, manifest: ModelManifest) -> Need:
+    def taken_and_held(self, id: ModelId | None) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by node that loaded models have: the others, and the one with that id."""
         taken, held = Counter[str](), Counter[str]()
         for served in self.loaded():
             if served.engine.failure is None:
                 (held if served.engine.model == id else taken).update(served.bytes())
+        return dict(taken), dict(held)
+
+    def _need(self, id: ModelId, manifest: ModelManifest) -> Need:
+        taken, held = self.taken_and_held(id)
         return Need(
             id,
             self._entries[id].folder,
             manifest,
             self._context[id],
             len(self._entries),
-            taken=dict(taken),
-            held=dict(held),
+            taken,
+            held,
         )
 
     def _engine(

@@ -11,7 +11,8 @@ from omlx.cache.budget import parse_size
 from omlx.cluster.candidate import Role, budget_of
 from omlx.cluster.members import Joined
 from omlx.cluster.node_identity import chip
-from omlx.cluster.rates import LINKS, LinkRate, Links, NodeRates, rates_by_chip
+from omlx.cluster.rates import LINKS, LinkRate, Links, NodeRates, find_chip, rates_by_chip
+from omlx.cluster.speed import kept_speed, own_speed
 
 DEFAULT_ROLE: Role = "workstation"
 LEAST_OF_AN_ID = 4
@@ -30,7 +31,7 @@ class Machine:
     budget_bytes: int
     """What models may take of it."""
     rates: NodeRates
-    """As the table says of its chip."""
+    """As the table says of its chip, or as it was gauged."""
     link: LinkRate | None
     """To this machine, where it was measured."""
     host: str | None = None
@@ -58,11 +59,17 @@ class Fleet:
         return Links.of([(here.name, one.name, one.link) for one in others if one.link is not None], default)
 
 
-def this_machine(node_id: str, budget_bytes: int) -> Machine:
-    """As it is; `budget_bytes`: what models may have of it at most."""
-    memory = int(psutil.virtual_memory().total)
-    name = platform.node().split(".")[0] or "here"
-    return Machine(node_id, name, memory, budget_bytes, rates_by_chip(chip() or "unknown", memory), None)
+def this_machine(node_id: str, budget_bytes: int, *, busy: bool = False) -> Machine:
+    """As it is; `budget_bytes`: what models may have of it at most.
+
+    A chip that is in no table is measured, once: that takes seconds, and is not done where it is `busy`.
+    """
+    memory, named = int(psutil.virtual_memory().total), chip() or "unknown"
+    speed = None
+    if find_chip(named, memory) is None:
+        speed = kept_speed() if busy else own_speed()
+    rates = rates_by_chip(named, memory, None if speed is None else (speed.bandwidth, speed.compute))
+    return Machine(node_id, platform.node().split(".")[0] or "here", memory, budget_bytes, rates, None)
 
 
 def names_of(here: Machine, members: Iterable[Joined]) -> dict[str, str]:
@@ -92,7 +99,7 @@ def _machine(node: Joined, name: str, told: Mapping[str, str]) -> Machine:
         name,
         node.memory_bytes,
         0,
-        rates_by_chip(node.chip, node.memory_bytes),
+        rates_by_chip(node.chip, node.memory_bytes, node.speed),
         None if node.fastest_link is None else LinkRate(*node.fastest_link),
         node.host,
     )

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from omlx.cluster.facts import Facts
 from omlx.cluster.findings import Report
 from omlx.cluster.members import Joined, Members, add_member, now, read_members, remove_member
 from omlx.cluster.membership import Bundle, News
 from omlx.cluster.nodes import MOST_ADDRESSES, NodeId
-from omlx.cluster.remote_script import FRAME, access_of, ask, ask_all, run_script
+from omlx.cluster.rates import find_chip
+from omlx.cluster.remote_script import ANSWER_WITHIN_S, FRAME, access_of, ask, ask_all, run_script
+from omlx.cluster.speed import GAUGE_WITHIN_S, PerSecond
 from omlx.cluster.ssh import Shell, open_ssh, target
 from omlx.cluster.trust import Trust, issue, renew, revoke
 from omlx.errors import BadSetting, SshFailed
@@ -33,6 +36,11 @@ REMOVE = FRAME.format(
         remove_bundle(folder)
         return {}"""
 )
+MEASURE = FRAME.format(
+    body="""        from omlx.cluster.speed import own_speed
+        speed = own_speed()
+        return {} if speed is None else {"speed": [speed.bandwidth, speed.compute]}"""
+)
 TAKE_NEWS = FRAME.format(
     body="""        from omlx.cluster.membership import News, install_news
         install_news(folder, News.unpack(data))
@@ -51,6 +59,12 @@ class Installed(msgspec.Struct, frozen=True):
     """What INSTALL answers."""
 
     node_id: str
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """What MEASURE answers; None: it could not be measured."""
+
+    speed: tuple[PerSecond, PerSecond] | None = None
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -93,6 +107,7 @@ async def join(trust: Trust, report: Report) -> Joined:
         addresses = tuple(dict.fromkeys([*reached, *identity.addresses]))
         bundle = issue(trust, identity.node_id, (), addresses)
         await _hand_over(trust, shell, bundle)
+        speed = await _speed(shell, report.facts)
     joined = Joined(
         id=NodeId(identity.node_id),
         name=report.facts.host,
@@ -105,12 +120,21 @@ async def join(trust: Trust, report: Report) -> Joined:
         addresses=reached or (shell.peer_address,),
         links=report.links,
         joined_at=now(),
+        speed=speed,
     )
     for one in before:
         if one.fingerprint == joined.fingerprint and one.id != joined.id:  # it has a new id
             await _forget(trust, one)
     add_member(trust.folder, joined)
     return joined
+
+
+async def _speed(shell: Shell, facts: Facts) -> tuple[float, float] | None:
+    """None where the table knows its chip, or it cannot be measured. Raises SshFailed, BadSetting."""
+    if find_chip(facts.chip, facts.memory_bytes) is not None:
+        return None
+    shown = await run_script(shell, MEASURE, b"", Shown, GAUGE_WITHIN_S + ANSWER_WITHIN_S)
+    return shown.speed
 
 
 def _check_identity(members: Members, identity: Identity, report: Report) -> None:

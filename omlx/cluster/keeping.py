@@ -54,11 +54,6 @@ class Keeping:
     def on(self) -> bool:
         return self.settings.cache
 
-    def hot_bytes(self, models: int, machine_bytes: int) -> int:
-        """One model's part of the hot tier of a machine with so much memory, where so many can be loaded."""
-        whole = parse_size(self.settings.hot_cache_max_size, machine_bytes, "hot_cache_max_size")
-        return whole // models if self.on else 0
-
     def identify(self, id: ModelId, model_folder: Path) -> CacheSpec | None:
         """Reads all weights the first time: call it in a thread. Raises BadModel."""
         if not self.on:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psutil
 import structlog
 
-from omlx.cluster.keeping import Keeping
+from omlx.cluster.offer import Terms
 from omlx.cluster.planner import NodeBudget, ShardPlan, StagePlan, plan_work
 from omlx.cluster.shard_map import NodeView
 from omlx.cluster.site import Need, layout_of
@@ -19,13 +19,14 @@ log = structlog.get_logger()
 
 
 class LocalSite:
-    """Implements Site. `available_bytes`: of memory, at this moment."""
+    """Implements Site. `ceiling_bytes`: what all models together may take of the memory; `available_bytes`:
+    of it, at this moment."""
 
     def __init__(
-        self, settings: Settings, keeping: Keeping, available_bytes: Callable[[], int], place: Placement
+        self, settings: Settings, ceiling_bytes: int, available_bytes: Callable[[], int], place: Placement
     ) -> None:
         self._settings = settings
-        self._keeping = keeping
+        self._ceiling_bytes = ceiling_bytes
         self._available_bytes = available_bytes
         self._place = place
 
@@ -49,7 +50,7 @@ class LocalSite:
         return before
 
     def nodes(self) -> tuple[NodeView, ...]:
-        total, ceiling = int(psutil.virtual_memory().total), self._keeping.ceiling_bytes
+        total, ceiling = int(psutil.virtual_memory().total), self._ceiling_bytes
         return (NodeView(self.name(""), None, True, "up", None, total, ceiling),)
 
     def name(self, node: str) -> str:
@@ -57,9 +58,9 @@ class LocalSite:
 
     def _plan(self, need: Need) -> tuple[ShardPlan, int]:
         """The plan, and the bytes that the hot tier has beside it: none where there is no room for both."""
-        ceiling = self._keeping.ceiling_bytes
+        ceiling = self._ceiling_bytes
         budget = min(ceiling - sum(need.taken.values()), self._available_bytes())
-        hot_bytes = self._keeping.hot_bytes(need.models, ceiling)
+        hot_bytes = Terms.of(self._settings).hot_bytes(ceiling, need.models)
         try:
             return self._plan_within(need, budget - hot_bytes), hot_bytes
         except DoesNotFit:
@@ -84,7 +85,7 @@ class LocalSite:
 
     def _gpu_share(self, stage: StagePlan, models: int) -> float:
         """A stage's part of the GPU's limits; over all stages of all models they never exceed the whole."""
-        return min(1.0, (stage.node.bytes if models == 1 else stage.used) / self._keeping.ceiling_bytes)
+        return min(1.0, (stage.node.bytes if models == 1 else stage.used) / self._ceiling_bytes)
 
 
 def share_out(hot_bytes: int, plan: ShardPlan) -> tuple[int, ...]:

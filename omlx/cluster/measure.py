@@ -187,7 +187,7 @@ def presumed(nominal: NodeRates, known: Sequence[tuple[NodeRates, NodeRates]]) -
     known: (nominal, measured) of these. Without this a node that nobody has tried would look best wherever
     the table promises too much, and every model would move there.
     """
-    if not known:
+    if not known or nominal.source == "gauged":  # that is what it shows, and no promise
         return nominal
     return replace(
         nominal,
@@ -365,7 +365,11 @@ class Measures:
     def candidates(self, nodes: Sequence[Candidate], model: Path | None = None) -> list[Candidate]:
         """`nodes`, that bear the rates of a table or a person, by what was measured of them and of others."""
         known = {node.name: self.rates(node.name, model) for node in nodes}
-        pairs = [(node.rates, rates) for node in nodes if (rates := known[node.name]) is not None]
+        pairs = [
+            (node.rates, rates)
+            for node in nodes
+            if (rates := known[node.name]) is not None and node.rates.source != "gauged"
+        ]
         lenders = self._of_model(model)
         return [
             replace(node, rates=known[node.name] or lent(presumed(node.rates, pairs), lenders))

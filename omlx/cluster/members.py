@@ -38,6 +38,8 @@ class Joined:
     links: tuple[LinkFinding, ...]
     """As measured when it joined."""
     joined_at: datetime
+    speed: tuple[float, float] | None = None
+    """Bytes/s and flop/s as they were gauged when it joined; None: its chip's figures are known."""
 
     @property
     def fastest_link(self) -> tuple[float, float] | None:

@@ -1,4 +1,4 @@
-"""How fast nodes and links are: measured, told, looked up by chip, or a cautious guess. Pure.
+"""How fast nodes and links are: measured, told, gauged, looked up by chip, or a cautious guess. Pure.
 
 Who measures is `measure.py`'s business; here are the values that travel from there to the planner.
 """
@@ -12,7 +12,8 @@ from typing import Literal
 from omlx.errors import Refused
 from omlx.node.manifest import LayerBytes
 
-Source = Literal["measured", "told", "table", "guess"]
+Source = Literal["measured", "told", "gauged", "table", "guess"]
+"""`gauged`: a small model was timed there (`omlx.node.gauge`)."""
 
 ACHIEVED = 0.7
 """Of a chip's nominal bandwidth and arithmetic, what decoding and long chunks get from one. Published runs of
@@ -116,9 +117,14 @@ def find_chip(name: str, memory_bytes: int | None = None) -> Chip | None:
     return CHIPS.get(key)
 
 
-def rates_by_chip(name: str, memory_bytes: int | None = None) -> NodeRates:
-    """From the table; an unknown chip counts as the slowest one until it is measured (source `guess`)."""
+def rates_by_chip(
+    name: str, memory_bytes: int | None = None, gauged: tuple[float, float] | None = None
+) -> NodeRates:
+    """From the table; of a chip that is not in it as `gauged` (bytes/s, flop/s), and as the slowest one where
+    that was not (source `guess`)."""
     chip = find_chip(name, memory_bytes)
+    if chip is None and gauged is not None:
+        return NodeRates(*gauged, "gauged")
     known = chip or SLOWEST
     return NodeRates(known.bandwidth * ACHIEVED, known.compute * ACHIEVED, "table" if chip else "guess")
 

@@ -36,8 +36,6 @@ from omlx.errors import BadSetting, RayFailed
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
 MARK = "OMLX_RAY_MARK"
 """In the environment of all that we start: which session it is of."""
-DEFAULT_PORT = 6399
-"""Of the head. Not Ray's own 6379, where another project's may be."""
 TEMP = "omlx-ray-"
 START_WITHIN_S = 60.0
 END_WITHIN_S = 2.0

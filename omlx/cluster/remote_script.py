@@ -73,15 +73,17 @@ async def ask(trust: Trust, node: Joined, script: str, data: bytes, kind: type[A
         return await run_script(shell, script, data, kind)
 
 
-async def run_script(shell: Shell, script: str, data: bytes, kind: type[A]) -> A:
+async def run_script(
+    shell: Shell, script: str, data: bytes, kind: type[A], within_s: float = ANSWER_WITHIN_S
+) -> A:
     """Run it there. Raises SshFailed, BadSetting with the machine's own words."""
     code = script.encode("ascii")
     try:
-        async with asyncio.timeout(ANSWER_WITHIN_S), shell.start(START) as process:
+        async with asyncio.timeout(within_s), shell.start(START) as process:
             await process.write(b"%d\n%s%d\n%s" % (len(code), code, len(data), data))
             line = await _hear(process)
     except TimeoutError:
-        raise _no_answer(f"nothing within {ANSWER_WITHIN_S:g} s", None) from None
+        raise _no_answer(f"nothing within {within_s:g} s", None) from None
     try:
         failed = msgspec.json.decode(line, type=_Failed)
     except msgspec.MsgspecError:

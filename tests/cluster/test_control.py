@@ -75,7 +75,7 @@ def levers(*members: Joined, alive: frozenset[str] = frozenset(), why: str | Non
         alive=alive,
     )
     keeping = Keeping(settings, 4 * GB)
-    site = ClusterSite(settings, keeping, this_machine("head", 4 * GB), rays, lambda: 3 * GB)
+    site = ClusterSite(settings, this_machine("head", 4 * GB, busy=True), rays, lambda: 3 * GB)
     coordinator = Coordinator(Library(()), settings, site, keeping)
     reconciler = cast(Any, SimpleNamespace(site=site, why=lambda model: why))
     return Levers(coordinator, site, Terms.of(settings), reconciler, "c1")

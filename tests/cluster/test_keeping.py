@@ -62,7 +62,6 @@ def until(done: object, within_s: float = 10.0) -> None:
 def test_with_no_cache_nothing_is_kept_and_no_folder_is_made(tmp_path: Path) -> None:
     with opened(tmp_path / "cache", cache=False) as kept:
         assert not kept.on and kept.folder is None
-        assert kept.hot_bytes(1, CEILING) == 0
         assert kept.identify(ModelId("one"), tmp_path / "no-such-model") is None
         kept.loaded(root_of({"model": "one"}), lambda: 10**12)
         assert kept.over() == 0
@@ -86,9 +85,8 @@ def test_a_small_share_of_the_volume_is_not_nothing(tmp_path: Path, share: str) 
         assert 0 < kept.cold_bytes <= volume.f_blocks * volume.f_frsize // 200
 
 
-def test_memory_is_dealt_to_models_and_to_stages_by_their_keys_and_values(tmp_path: Path) -> None:
-    with opened(tmp_path, hot_cache_max_size="20%", cache_block_tokens=64, cache_snapshot_tokens=128) as kept:
-        assert kept.hot_bytes(1, CEILING) == CEILING // 5 and kept.hot_bytes(4, CEILING) == CEILING // 20
+def test_memory_is_dealt_to_stages_by_their_keys_and_values(tmp_path: Path) -> None:
+    with opened(tmp_path, cache_block_tokens=64, cache_snapshot_tokens=128) as kept:
         hold = kept.hold(share_out(4 * 10**8, plan(100, 300)))
         assert hold.hot_bytes == (10**8, 3 * 10**8)
         assert (hold.block_tokens, hold.snapshot_tokens) == (64, 128)

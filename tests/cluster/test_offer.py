@@ -23,7 +23,13 @@ HERE = Machine("a" * 32, "studio", 64 * GB, 40 * GB, rates_by_chip("m4 max"), No
 FAST = LinkRate(1e-4, 3e9)
 
 
-def joined(id: str, name: str, host: str = "10.0.0.2") -> Joined:
+def joined(
+    id: str,
+    name: str,
+    host: str = "10.0.0.2",
+    chip: str = "Apple M4",
+    speed: tuple[float, float] | None = None,
+) -> Joined:
     return Joined(
         id=NodeId(id * 32),
         name=name,
@@ -31,11 +37,12 @@ def joined(id: str, name: str, host: str = "10.0.0.2") -> Joined:
         user="me",
         port=22,
         fingerprint="SHA256:" + id,
-        chip="Apple M4",
+        chip=chip,
         memory_bytes=16 * GB,
         addresses=(host,),
         links=(),
         joined_at=datetime(2026, 11, 30, tzinfo=UTC),
+        speed=speed,
     )
 
 
@@ -69,7 +76,7 @@ def test_two_machines_of_one_name_are_told_apart_and_the_gift_is_of_both() -> No
 
 
 def test_this_machine_is_known_by_its_memory_and_its_chip() -> None:
-    here = this_machine("a" * 32, 5 * GB)
+    here = this_machine("a" * 32, 5 * GB, busy=True)
     assert here.name and here.memory_bytes > 0 and here.budget_bytes == 5 * GB and here.host is None
 
 

@@ -10,9 +10,12 @@ from tests.lab.conftest import NewHosts
 
 pytestmark = pytest.mark.slow
 
+GIVEN = gifts({"mac-a": "560MB", "mac-b": "560MB"})
+
 
 def test_a_person_who_can_log_in_needs_two_commands_before_serve(hosts: NewHosts, smollm2: Path) -> None:
-    fleet = hosts(2, memory_gib=(64, 16))
+    """No Macs: their chips are in no table, and each is timed before it is planned with."""
+    fleet = hosts(2, memory_gib=(64, 16), shims={})
     first, second = fleet.hosts
     own = first.home / ".ssh" / "id_ed25519"
     own.parent.mkdir(mode=0o700, exist_ok=True)
@@ -22,8 +25,10 @@ def test_a_person_who_can_log_in_needs_two_commands_before_serve(hosts: NewHosts
     assert told["joined"]
     key = (first.home / ".omlx/cluster/authority/ssh_key.pub").read_text().strip()
     assert key in (second.home / ".ssh" / "authorized_keys").read_text().splitlines()
+    plan = first.omlx("cluster", "plan", smollm2, "--explain", *GIVEN, timeout_s=60)
+    assert plan.stdout.count("(a small model timed there)") == 2, plan.stdout + plan.stderr
     own.unlink()  # from here on the cluster's key is enough
-    with serving(first, smollm2, *gifts({"mac-a": "560MB", "mac-b": "560MB"})) as server:
+    with serving(first, smollm2, *GIVEN) as server:
         assert set(server.shards()) == {"mac-a", "mac-b"}
         (stream,) = server.stream(1, 10).ended()
         assert stream["text"] and stream["error"] is None
