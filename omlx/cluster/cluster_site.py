@@ -83,6 +83,7 @@ class ClusterSite:
     def __post_init__(self) -> None:
         self._terms = Terms.of(self.settings)
         self._placement = RayPlacement(self.rays.driver, self.rays.member, self._address_of)
+        self.rays.moved = self._placement.end_here
 
     # ---------------------------------------------------------------- Site
 

@@ -107,7 +107,7 @@ def start_head(member: Member, address: str, port: int, folder: Path) -> RaySess
     """
     if not 1024 <= port <= 65535:
         raise BadSetting(f"port {port} for Ray's head: one from 1024 to 65535")
-    if not _is_ours("", port):
+    if not can_listen("", port):
         raise BadSetting(
             f"port {port} for Ray's head is taken on this machine: end what has it, or set another"
         )
@@ -137,7 +137,7 @@ def reap_left_over(folder: Path) -> bool:
 def _start(member: Member, address: str, head: str, folder: Path, own: list[str]) -> RaySession:
     if not _LABEL.fullmatch(member.node_id):
         raise BadSetting(f"node id {member.node_id!r} cannot be a label of Ray's: join with another one")
-    if not _is_ours(_host(address), 0):
+    if not can_listen(_host(address)):
         raise BadSetting(f"{address} is no address of this machine; give one that the other nodes reach")
     where = [f"--node-ip-address={address}", f"--labels=omlx={member.node_id}"]
     environment = ray_environment(member)
@@ -271,7 +271,7 @@ def _host(address: str) -> str:
     return str(found)
 
 
-def _is_ours(address: str, port: int) -> bool:
+def can_listen(address: str, port: int = 0) -> bool:
     """Whether a process here could listen there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -2,18 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
+from omlx.cluster.doubt import Doubt
 from omlx.cluster.members import Members, read_members
 from omlx.cluster.membership import Member, install_bundle, open_member
 from omlx.cluster.node_identity import own_address, own_addresses
 from omlx.cluster.ray_driver import RayDriver
-from omlx.cluster.ray_processes import RaySession, reap_left_over, start_head
+from omlx.cluster.ray_processes import RaySession, can_listen, reap_left_over, start_head
 from omlx.cluster.summoning import head_of, hindrance, summon
 from omlx.cluster.trust import Trust, issue
 from omlx.errors import BadSetting, RayFailed
@@ -27,8 +28,6 @@ CALL_AGAIN_S, REMIND_S = 5.0, 60.0
 """A node that is not in Ray is called over SSH: one that did not hear it, and one that did."""
 DISCARD_PORT = 9
 """Any would do: nothing is sent."""
-DOUBTED_S = 15.0
-"""A node that took no stage gets none for so long, where others can have it."""
 
 
 @dataclass(slots=True)
@@ -51,9 +50,11 @@ class RaySite:
     draining: set[str] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when other nodes than before may get stages; whoever looks clears it."""
+    moved: Callable[[], None] = lambda: None
+    """Called when this machine is reached at another address."""
     _seen: frozenset[str] = frozenset()
     """Those that were usable at the last look."""
-    _doubted: dict[str, float] = field(default_factory=dict)
+    _doubted: dict[str, Doubt] = field(default_factory=dict)
     _due: dict[str, float] = field(default_factory=dict)
     """When a node is called next, on time.monotonic."""
     _calling: asyncio.Task[None] | None = None
@@ -67,11 +68,12 @@ class RaySite:
         return frozenset(one for one in self.alive if one not in self.draining and not self.doubts(one))
 
     def doubt(self, node: str) -> None:
-        """It took no stage."""
-        self._doubted[node] = time.monotonic()
+        """It was lost, or took no stage."""
+        now, before = time.monotonic(), self._doubted.get(node)
+        self._doubted[node] = Doubt(now) if before is None else before.again(now)
 
     def doubts(self, node: str) -> bool:
-        return time.monotonic() - self._doubted.get(node, -DOUBTED_S) < DOUBTED_S
+        return node in self._doubted and self._doubted[node].holds(time.monotonic())
 
     def drain(self, node: str, *, on: bool) -> None:
         """No stage on it from now on; or again."""
@@ -102,8 +104,8 @@ class RaySite:
         try:
             await self._read_members()
             token = await asyncio.to_thread(self.trust.token)
-            if token != self.token or not await asyncio.to_thread(self.session.alive):
-                await self._follow_members_during(self._start_anew(token))
+            if (why := await asyncio.to_thread(self._why_anew, token)) is not None:
+                await self._follow_members_during(self._start_anew(token, why))
             self._call()  # at the start before Ray's driver is up: the nodes' Ray takes as long
             known = {one.id for one in self.members}
             self.draining &= known  # who left and comes back is as good as new
@@ -138,9 +140,21 @@ class RaySite:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
-    async def _start_anew(self, token: str) -> None:
-        """Somebody was thrown out, or it died. Stages go on: they are not Ray's."""
-        log.warning("Ray starts anew", why="its token changed" if token != self.token else "it ended")
+    def _why_anew(self, token: str) -> str | None:
+        """Whether somebody was thrown out, it died, or nobody finds it any more where it listens."""
+        if token != self.token:
+            return "its token changed"
+        if not can_listen(self.address):
+            return f"{self.address} is this machine's address no more"
+        return None if self.session.alive() else "it ended"
+
+    async def _start_anew(self, token: str, why: str) -> None:
+        """Stages go on: they are not Ray's. Raises BadSetting where there is no way to a node."""
+        if not can_listen(self.address):
+            self.address = await asyncio.to_thread(address_towards, self.members)
+            self.member = await asyncio.to_thread(certified, self.trust, self.address)
+            self.moved()
+        log.warning("Ray starts anew", why=why)
         await asyncio.to_thread(self.session.stop)
         self.session = await asyncio.to_thread(
             start_head, self.member, self.address, self.port, self.trust.folder / "ray"

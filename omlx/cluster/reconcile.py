@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 
 import structlog
 
@@ -56,14 +57,16 @@ class Rest:
     gained: frozenset[str] = frozenset()
     """Nodes that got layers."""
     gave: frozenset[str] = frozenset()
+    recoveries: int = 0
+    """Of the engine, by then. After one more, layers are where they are for another reason."""
 
-    def after(self, moves: Iterable[Move], now: float) -> "Rest":
+    def after(self, moves: Iterable[Move], recoveries: int, now: float) -> "Rest":
         moves = list(moves)
         gained = frozenset(move.node for move in moves if move.gained > move.given)
         gave = frozenset(move.node for move in moves if move.given > move.gained)
         to_and_fro = bool(gained & self.gave or gave & self.gained)
         seconds = min(MOST_REST_S, 2 * self.seconds) if to_and_fro else REST_S
-        return Rest(now + seconds, seconds, gained, gave)
+        return Rest(now + seconds, seconds, gained, gave, recoveries)
 
 
 AWAKE = Rest(0.0)
@@ -85,6 +88,8 @@ class Reconciler:
     _news_at: float = 0.0
     _probed: dict[str, float] = field(default_factory=dict)
     """When a node's link was, on time.monotonic."""
+    _again_at: float = inf
+    """When a move that pays was put off to."""
     _unplanned: bool = False
     """Whether there were news since the last plan."""
 
@@ -103,7 +108,7 @@ class Reconciler:
                 await self._probe(served)
             if self._is_due(any(news)) or changed.is_set():
                 changed.clear()
-                self._planned_at, self._unplanned = time.monotonic(), False
+                self._planned_at, self._unplanned, self._again_at = time.monotonic(), False, inf
                 for one in served:
                     await self._look(one)
             await self.come_back()
@@ -117,7 +122,7 @@ class Reconciler:
         if news:
             self._news_at, self._unplanned = now, True
         quiet = self._unplanned and now - self._news_at >= QUIET_S
-        return quiet or now - self._planned_at >= PLAN_EVERY_S
+        return quiet or now >= min(self._again_at, self._planned_at + PLAN_EVERY_S)
 
     async def propose(self, served: Served) -> tuple[Proposal, Layout]:
         """Where it should run by today's figures. Raises DoesNotFit."""
@@ -128,7 +133,9 @@ class Reconciler:
     async def move(self, served: Served, proposal: Proposal, layout: Layout) -> None:
         """Its engine goes there with the next plan, once the nodes have the weights. Raises Unfurnished."""
         model = served.engine.model
-        self._rests[model] = self._rests.get(model, AWAKE).after(proposal.moves, time.monotonic())
+        self._rests[model] = self._rest(served).after(
+            proposal.moves, served.engine.recoveries, time.monotonic()
+        )
         for line in proposal.lines():
             log.info("moving", model=model, what=line)
         served.engine.move(await self.site.furnish(self.coordinator.need(served), layout))
@@ -140,9 +147,12 @@ class Reconciler:
             return
         try:
             proposal, layout = await self.propose(served)
-            rested = time.monotonic() >= self._rests.get(model, AWAKE).until
-            if proposal.moves and (proposal.needed is not None or (rested and worth(proposal))):
-                await self.move(served, proposal, layout)
+            rested_at = self._rest(served).until
+            if proposal.moves and (proposal.needed is not None or worth(proposal)):
+                if proposal.needed is None and time.monotonic() < rested_at:
+                    self._again_at = min(self._again_at, rested_at)
+                else:
+                    await self.move(served, proposal, layout)
         except DoesNotFit as error:
             self._complain(model, str(error))
         except Unfurnished as error:
@@ -150,6 +160,10 @@ class Reconciler:
             self._complain(model, str(error))
         else:
             self._why.pop(model, None)
+
+    def _rest(self, served: Served) -> Rest:
+        rest = self._rests.get(served.engine.model, AWAKE)
+        return rest if rest.recoveries == served.engine.recoveries else AWAKE
 
     def measure(self, served: Served) -> bool:
         """What its stages were seen to take, for all plans; whether that is news."""

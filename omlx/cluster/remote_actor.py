@@ -80,6 +80,7 @@ class RayPlacement:
         self._driver = driver
         self._member = member
         self._address_of = address_of
+        self._here: list[LocalActor] = []
 
     async def __call__(self, index: int, node: str) -> StageProcess:
         """Raises StageLost where its node does not take it."""
@@ -108,4 +109,10 @@ class RayPlacement:
         node = self._member.node_id
         actor = await place_local(index, node, (*STAGE, "--security", self._member.security.folder))
         actor.host, actor.node = address, node
+        self._here = [one for one in self._here if one.process.poll() is None] + [actor]
         return actor
+
+    def end_here(self) -> None:
+        """This machine has another address, and neighbours go to the old one: stages here are placed anew."""
+        for actor in self._here:
+            actor.process.kill()

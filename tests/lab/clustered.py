@@ -16,6 +16,7 @@ from typing import IO, Any
 import psutil
 
 from tests.cluster.known_speed import know_speed
+from tests.lab.dial import get
 from tests.lab.host import Host
 from tests.lab.machine import ROOT, LabError, kill_group
 
@@ -140,11 +141,8 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> Any:
-        """JSON from inside the host."""
-        code = (
-            f"import urllib.request as u; print(u.urlopen({self.url + path!r}, timeout=20).read().decode())"
-        )
-        return json.loads(self.host.run([sys.executable, "-c", code], check=True).stdout)
+        """JSON, asked for inside the host."""
+        return json.loads(get(self.host, self.port, path))
 
     def shards(self, model: int = 0) -> dict[str, tuple[int, int]]:
         """Spans by the node's name."""
@@ -205,3 +203,14 @@ def serving(
 def gifts(sizes: Mapping[str, str]) -> Sequence[str]:
     """Flags for what each host gives."""
     return [word for name, size in sizes.items() for word in ("--node", f"{name}={size}")]
+
+
+def move(host: Host, address: str) -> None:
+    """As DHCP does it, with all that a Mac's sshd listens on. Its last address takes the routes along."""
+    eth0 = ("dev", "eth0")
+    host.run(["ip", "address", "del", f"{host.ip}/24", *eth0], check=True)
+    host.run(["ip", "address", "add", f"{address}/24", "brd", "+", *eth0], check=True)
+    host.run(["ip", "route", "replace", "224.0.0.0/4", *eth0], check=True)
+    host.sshd.write_config(address, 22, host.environment())
+    sshd = host.popen([*host.sshd.command, "-D"])
+    host.sshd.wait(lambda command: host.run(command), sshd, address, 22)

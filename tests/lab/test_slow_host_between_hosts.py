@@ -1,7 +1,6 @@
 """A host turns slow: its layers go to the others until no split is much better. One gets another address."""
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omlx.cluster.members import read_members
 from omlx.node.manifest import read_manifest
-from tests.lab.clustered import Running, Server, Streams, gifts, processes, serving, wait
+from tests.lab.clustered import Running, Server, Streams, gifts, move, processes, serving, wait
 from tests.lab.conftest import NewHosts
+from tests.lab.dial import get
 from tests.lab.every_split import PLANNED, Paces, Stages, layers_of, slowest, splits, tokens_per_s
 from tests.lab.fleet import Fleet
 from tests.lab.host import NET, Host
@@ -37,11 +37,6 @@ WITHIN = 1.10
 SETTLED_WITHIN_S = 300.0
 USED_WITHIN_S = 120.0
 ELSEWHERE = f"{NET}.112"
-READ = """
-import json, sys, urllib.request
-def read(path): return urllib.request.urlopen(sys.argv[1] + path, timeout=20).read().decode()
-print(json.dumps([read("/omlx/v1/cluster"), read("/metrics")]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +95,8 @@ class Window:
 
 def look(server: Server) -> Look | None:
     """None while stages change."""
-    told, metrics = json.loads(server.host.run([sys.executable, "-c", READ, server.url], check=True).stdout)
-    (model,) = json.loads(told)["models"]
+    (model,) = server.get("/omlx/v1/cluster")["models"]
+    metrics = get(server.host, server.port, "/metrics")
     samples = [one for family in text_string_to_metric_families(metrics) for one in family.samples]
 
     def total(name: str) -> float:
@@ -290,17 +285,6 @@ def test_a_slow_host_keeps_as_many_layers_as_the_best_of_all_splits_gives_it(
 
 
 # ---------------------------------------------------------------- another address
-
-
-def move(host: Host, address: str) -> None:
-    """As DHCP does it, with all that a Mac's sshd listens on. Its last address takes the routes along."""
-    eth0 = ("dev", "eth0")
-    host.run(["ip", "address", "del", f"{host.ip}/24", *eth0], check=True)
-    host.run(["ip", "address", "add", f"{address}/24", "brd", "+", *eth0], check=True)
-    host.run(["ip", "route", "replace", "224.0.0.0/4", *eth0], check=True)
-    host.sshd.write_config(address, 22, host.environment())
-    sshd = host.popen([*host.sshd.command, "-D"])
-    host.sshd.wait(lambda command: host.run(command), sshd, address, 22)
 
 
 def certified(host: Host) -> list[str]:
