@@ -5,18 +5,22 @@ certificate of that node at listener N is the head, and comes within ten seconds
 
 It starts light. mlx-lm imports transformers and huggingface_hub for tokenizers and downloads; a stage
 does neither, and they cost two seconds of CPU and some 30 MB at every start and every failover. Here,
-and nowhere else, empty modules stand in for them while mlx-lm is imported.
+and nowhere else, empty modules stand in for them while mlx-lm is imported. Nor does a stage draw anything
+on a terminal: structlog goes without rich here.
 """
 
 import argparse
 import socket
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omlx.errors import StageLost
-from omlx.node.channel import Channel
-from omlx.node.tls import Security
+
+# All that imports structlog comes after start_light.
+if TYPE_CHECKING:
+    from omlx.node.channel import Channel
+    from omlx.node.tls import Security
 
 HEAD_WITHIN_S = 10.0
 HEAD_SILENT_S = 15.0
@@ -42,7 +46,8 @@ class _Absent(ModuleType):
 
 
 def start_light() -> None:
-    """Call before mlx_lm is imported."""
+    """Call before mlx_lm or structlog is imported."""
+    sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # an import of it fails
     for name in ABSENT:
         module = _Absent(name)
         module.__path__ = []
@@ -58,6 +63,9 @@ def main() -> None:
     parser.add_argument("--security", help="the folder of this node's certificate; none: plain sockets")
     parser.add_argument("--peer", help="the head's node id")
     given = parser.parse_args()
+    start_light()
+    from omlx.node.tls import Security
+
     security = Security(given.security) if given.security else None
     if given.fd is not None:
         head: socket.socket | Channel = socket.socket(fileno=given.fd)
@@ -66,15 +74,16 @@ def main() -> None:
         head = wait_for_head(socket.socket(fileno=given.listener), security, given.peer)
     else:
         parser.error("--listener needs --security and --peer")
-    start_light()
     from omlx.node.host import StageHost
 
     silent_s = HEAD_SILENT_S if given.fd is None else None
     StageHost(head, security=security, head_silent_s=silent_s).run()
 
 
-def wait_for_head(listener: socket.socket, security: Security, peer: str) -> Channel:
+def wait_for_head(listener: socket.socket, security: "Security", peer: str) -> "Channel":
     """The control connection; ends the process when nobody came who may."""
+    from omlx.node.channel import Channel
+
     with listener:
         try:
             return Channel.accept(listener, security, peer, HEAD_WITHIN_S)

@@ -10,6 +10,8 @@ from tests.lab.fleet import Fleet
 
 pytestmark = pytest.mark.slow
 
+TOKENS = 60
+"""Some seconds of answering: the leaving lies within them."""
 FLAGS = gifts({"mac-a": "560MB", "mac-b": "560MB", "mac-c": "560MB"})
 
 
@@ -54,8 +56,8 @@ def test_a_node_that_leaves_gives_its_layers_away_first_and_no_answer_notices(
         return server.running.said() + "".join(node.said() for node in nodes.values())
 
     wait(lambda: third.name in server.shards(), 60, server.running.said)
-    undisturbed = [one["text"] for one in server.stream(6, 120).ended()]
-    streams = server.stream(6, 120)
+    undisturbed = [one["text"] for one in server.stream(6, TOKENS).ended()]
+    streams = server.stream(6, TOKENS)
     left = cluster(first, "leave", third.name, timeout_s=180)
     assert left["drained"] and left["unreached"] == {}
     assert [one["text"] for one in streams.ended()] == undisturbed
@@ -66,7 +68,7 @@ def test_a_node_that_leaves_gives_its_layers_away_first_and_no_answer_notices(
     cluster(first, "join", third.ip, "--user", "root")
     wait(lambda: states(server).get(third.name) == "up", 60, said)
     wait(lambda: third.name in server.shards(), 90, server.running.said)
-    assert [one["text"] for one in server.stream(6, 120).ended()] == undisturbed
+    assert [one["text"] for one in server.stream(6, TOKENS).ended()] == undisturbed
 
 
 def test_the_last_node_that_a_model_needs_is_not_let_go(server: Server, three: Fleet) -> None:
