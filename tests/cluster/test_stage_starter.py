@@ -160,7 +160,7 @@ def test_a_port_scanner_keeps_nobody_out(cluster: dict[str, Member], starter: St
 
 
 def test_a_stage_starts_without_what_only_servers_and_terminals_need() -> None:
-    """Each is a tenth of a second or more of every start and every failover."""
+    """Imports are most of a start, and a failover waits for them."""
     script = """
 import sys
 from omlx.node.process import start_light
