@@ -211,6 +211,11 @@ class PrefixIndex:
         """
         return self._ledgers[tier][stage].victims(bytes)
 
+    def lively_tokens(self, since: float) -> int:
+        """Of blocks in RAM that were used since that moment. O(hot blocks)."""
+        hot = (self._known[id] for id in self._ledgers[Tier.HOT][0])
+        return sum(len(known.entry.tokens) for known in hot if known.worth.score >= since) // TOKEN_BYTES
+
     def counts(self) -> Counts:
         hot, cold = self._ledgers[Tier.HOT], self._ledgers[Tier.COLD]
         return Counts(

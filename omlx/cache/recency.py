@@ -3,6 +3,7 @@
 Pure, and without a clock: moments are seconds that the caller hands in.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import log2
@@ -53,6 +54,9 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(self._held)
 
     def __contains__(self, id: BlockId) -> bool:
         return id in self._held

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -98,10 +98,11 @@ class ClusterSite:
         """Raises DoesNotFit."""
         await self.rays.gathered(GATHER_WITHIN_S)
         answering = await who_answers(self.rays.members) | {self.here.node_id}
-        return await self._planned(need, self.usable() & answering)
+        return await self._planned(need, self.usable() & answering, None)
 
     async def again(self, need: Need, before: Layout, lost: frozenset[str]) -> Layout:
-        """On the same nodes where all of them answer, else by another plan. Raises NodesAway."""
+        """On the same nodes where all of them answer, else by another plan, in which those that are left keep
+        what they can. Raises NodesAway."""
         answering = await who_answers(self.rays.members, doubted=lost)
         there = (self.usable() & answering) | (before.nodes - lost) | {self.here.node_id}
         there |= {node for node in lost if node in answering and not self.rays.doubts(node)}
@@ -111,7 +112,7 @@ class ClusterSite:
             self.rays.doubt(node)  # Ray lists it for some seconds more
         away = ", ".join(sorted(self.name(node) for node in before.nodes - there))
         try:
-            return await self._planned(need, there)
+            return await self._planned(need, there, before)
         except DoesNotFit as error:
             raise NodesAway(
                 f"{need.model}: {away} is away, and the other machines cannot hold the model; it comes back "
@@ -149,17 +150,18 @@ class ClusterSite:
         self._headroom[node] = follow(before, sample)
         return self._headroom[node].budget_bytes != before.budget_bytes
 
-    async def provide_against(self, need: Need, lost: str) -> None:
-        """Bring to the others what they would have to read if that node were lost now.
+    async def provide_against(self, need: Need, layout: Layout, lost: str) -> None:
+        """Bring to the others what they would have to read if that node of the layout were lost now.
 
         Raises DoesNotFit where they cannot hold the model, Unfurnished.
         """
-        await self.furnish(need, await self._best(need, self.usable() - {lost}))
+        await self.furnish(need, await self._nearest(need, self.usable() - {lost}, layout))
 
-    async def _planned(self, need: Need, among: frozenset[str]) -> Layout:
+    async def _planned(self, need: Need, among: frozenset[str], before: Layout | None) -> Layout:
         """By a plan whose nodes have the weights; who cannot get them is left out of the next one."""
         while True:
-            layout = await self._best(need, among)
+            first = self._best(need, among) if before is None else self._nearest(need, among, before)
+            layout = await first
             if not any(layout.hot_bytes) and self._terms.hot_bytes(self.here.budget_bytes, need.models):
                 log.warning("no memory is left for the hot tier", model=need.model)
             try:
@@ -174,6 +176,16 @@ class ClusterSite:
         plan = need.manifest, offer, offer.links(), self.demand(need)
         choice, with_hot = await asyncio.to_thread(choose_of, *plan)
         return self._as_layout(need, offer, choice.placement, with_hot=with_hot)
+
+    async def _nearest(self, need: Need, among: frozenset[str], before: Layout) -> Layout:
+        """Of plans that are nearly the best the one by which the least is read, with room for the hot tier
+        where there is some. Nodes that are lost are not among those."""
+        if any(before.hot_bytes) and self._offer(need, among).candidates():
+            with suppress(DoesNotFit):
+                _, layout = await asyncio.to_thread(self._proposed, need, before, among, with_hot=True)
+                return layout
+        _, layout = await asyncio.to_thread(self._proposed, need, before, among, with_hot=False)
+        return layout
 
     async def furnish(self, need: Need, layout: Layout) -> Layout:
         """The same, with each node's own folder of the model once that has what its part reads.
@@ -199,15 +211,27 @@ class ClusterSite:
             self._folders[whole if provided.whole else key] = provided.folder
         return replace(part, folder=self._folders.get(whole) or self._folders[key])
 
-    def propose(self, need: Need, layout: Layout, running_tokens: int) -> tuple[Proposal, Layout]:
-        """Where a model that runs like this should run by today's figures, and that as a layout.
+    def propose(self, need: Need, layout: Layout, at_stake: int) -> tuple[Proposal, Layout]:
+        """Where a model that runs like this should run by today's figures, and that as a layout. `at_stake`:
+        tokens that are computed again if it moves.
 
         Takes some hundredths of a second of a core. Raises DoesNotFit.
         """
-        offer = self._offer(need, (self.usable() | layout.nodes) - self.rays.draining)
-        with_hot = any(layout.hot_bytes)
+        among, with_hot = (self.usable() | layout.nodes) - self.rays.draining, any(layout.hot_bytes)
+        return self._proposed(need, layout, among, MoveCosts(at_stake), with_hot=with_hot)
+
+    def _proposed(
+        self,
+        need: Need,
+        layout: Layout,
+        among: frozenset[str],
+        costs: MoveCosts | None = None,
+        *,
+        with_hot: bool,
+    ) -> tuple[Proposal, Layout]:
+        offer = self._offer(need, among)
         stages = [(self.name(part.node), span_of(part, need.manifest)) for part in layout.parts]
-        candidates, costs = offer.candidates(with_hot=with_hot), MoveCosts(running_tokens)
+        candidates = offer.candidates(with_hot=with_hot)
         proposal = propose(need.manifest, stages, candidates, offer.links(), self.demand(need), costs)
         return proposal, self._as_layout(need, offer, proposal.placement, with_hot=with_hot)
 

@@ -41,8 +41,8 @@ Stages = Sequence[tuple[str, Span]]
 class MoveCosts:
     """What moving costs besides the plan."""
 
-    running_tokens: int = 0
-    """Of all sequences under way: computed again where caches do not move with the layers."""
+    tokens: int = 0
+    """Of requests that run and chats that likely go on: computed again, for caches stay behind."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """By node: how it reads weights that it lacks, from its SSD, or over the network if they must come."""
 
@@ -137,7 +137,7 @@ class Proposal:
                 f"{self.model}: {self.now_per_s:.1f} tokens/s now, {self.expected_per_s:.1f} expected "
                 f"(x{self.gain:.2f}), {slowest}, now {milliseconds(max(self.now.stage_s))}"
             )
-        again = f", {self.reread_tokens} running tokens computed again" if self.reread_tokens else ""
+        again = f", {self.reread_tokens} tokens computed again" if self.reread_tokens else ""
         cost = f"costs about {milliseconds(self.cost_s)}: {gigabytes(self._read_bytes)} to read{again}"
         needed = [f"it must move: {self.needed}"] if self.needed is not None else []
         return [first, *needed, *(move.line() for move in self.moves), cost]
@@ -183,9 +183,9 @@ def propose(  # noqa: PLR0913 (what is asked, what there is, what it costs)
         now=None if here is None else forecast(manifest, here, links, prompt_tokens),
         expected=expected,
         needed=needed,
-        reread_tokens=costs.running_tokens if moves else 0,
+        reread_tokens=costs.tokens if moves else 0,
         read_s=max((move.read_s for move in moves), default=0.0),
-        recompute_s=costs.running_tokens * chunk_s / demand.step_tokens if moves else 0.0,
+        recompute_s=costs.tokens * chunk_s / demand.step_tokens if moves else 0.0,
     )
 
 

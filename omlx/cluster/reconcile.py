@@ -128,7 +128,7 @@ class Reconciler:
         """Where it should run by today's figures. Raises DoesNotFit."""
         engine = served.engine
         need = self.coordinator.need(served)
-        return await asyncio.to_thread(self.site.propose, need, engine.layout, engine.running_tokens)
+        return await asyncio.to_thread(self.site.propose, need, engine.layout, engine.tokens_at_stake)
 
     async def move(self, served: Served, proposal: Proposal, layout: Layout) -> None:
         """Its engine goes there with the next plan, once the nodes have the weights. Raises Unfurnished."""

@@ -69,7 +69,7 @@ class Standby:
         without: list[str] = []
         for node in sorted(layout.nodes - {self.site.here.node_id}):
             try:
-                await self.site.provide_against(need, node)
+                await self.site.provide_against(need, layout, node)
                 without.append(self.site.name(node))
             except DoesNotFit:
                 continue  # the model would wait for that node

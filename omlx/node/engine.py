@@ -141,9 +141,9 @@ class Engine:
         return self.failure is None and bool(self._streams)
 
     @property
-    def running_tokens(self) -> int:
-        """What would be computed again in another epoch, if nothing of it were kept."""
-        return sum(sequence.known for sequence in self._scheduler.running.values())
+    def tokens_at_stake(self) -> int:
+        """What is computed again once layers move: of requests that run, and of chats that likely go on."""
+        return self._scheduler.prefixes.at_stake(self._scheduler.running.values(), time.monotonic())
 
     @property
     def epoch(self) -> int:

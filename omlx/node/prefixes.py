@@ -13,6 +13,7 @@ from itertools import islice, takewhile
 
 from omlx.cache.block import name, pack
 from omlx.cache.prefix_index import Entry, Match, PrefixIndex, Tier
+from omlx.cache.recency import HALF_LIFE_S
 from omlx.ids import BlockId
 from omlx.node.hold import LEAST_TOKENS, Counters, Hold
 from omlx.node.reading import Reading
@@ -373,6 +374,12 @@ class Prefixes:
         gone = tuple(id for id in victims if id not in self._spilling and id not in self._purging)
         self._purging.update(gone)
         return gone
+
+    def at_stake(self, running: Iterable[Sequence], now: float) -> int:
+        """Tokens that would be computed again if nothing were kept: of requests that run, most of them in
+        blocks, and of prefixes that were used within a half-life."""
+        beside = sum(one.known - len(one.path) * self.hold.block_tokens for one in running)
+        return beside + self.index.lively_tokens(now - HALF_LIFE_S)
 
     @property
     def dirty(self) -> int:

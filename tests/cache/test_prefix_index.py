@@ -276,6 +276,21 @@ def test_counts_tell_blocks_and_bytes_of_each_stage() -> None:
     assert known.counts() == Counts(2, 1, (2, 2), (14, 20), (0, 1), (0, 7))
 
 
+def test_tokens_count_as_lively_while_they_are_in_ram_and_were_used_lately() -> None:
+    known = index()
+    chat, other = seq((1, 3 * SIZE)), seq((100, SIZE))
+    assert longest(known, chat, now=100.0).tokens == 0
+    keep(known, chat)
+    assert longest(known, chat, now=150.0).tokens
+    (old,) = keep(known, other)
+    assert known.lively_tokens(since=0.0) == len(chat) + len(other)
+    assert longest(known, chat, now=1000.0).tokens
+    assert known.lively_tokens(since=900.0) == len(chat)
+    known.hold(old, 0, COLD, 10, True)
+    known.hold(old, 0, HOT, 0, False)
+    assert known.lively_tokens(since=0.0) == len(chat)
+
+
 # Who goes first
 
 

@@ -314,7 +314,7 @@ def test_what_is_no_plan_of_the_model_is_refused(current: list[tuple[str, Span]]
         propose(EVEN, current, [node("a"), node("b")], FAST, MANY)
 
 
-COSTS = MoveCosts(running_tokens=64_000, bytes_per_s={"b": 2e9})
+COSTS = MoveCosts(tokens=64_000, bytes_per_s={"b": 2e9})
 
 
 def moving() -> Proposal:
@@ -323,7 +323,7 @@ def moving() -> Proposal:
     )
 
 
-def test_the_cost_is_the_slowest_nodes_reading_and_the_running_tokens() -> None:
+def test_the_cost_is_the_slowest_nodes_reading_and_the_tokens_at_stake() -> None:
     proposal = moving()
     gained = next(move for move in proposal.moves if move.node == "b")
     assert proposal.read_s == gained.read_s == pytest.approx(gained.gained * GB / 2e9)
@@ -340,7 +340,7 @@ def test_it_is_told_in_words_and_as_json() -> None:
     what = f"+{gained.gained} layers, {gained.gained}.00 GB to read"
     assert f"b 8-11 -> {gained.after.start}-11 ({what})" in text
     assert f"tokens/s now, {proposal.expected_per_s:.1f} expected (x{proposal.gain:.2f})" in text
-    assert "64000 running tokens computed again" in text
+    assert "64000 tokens computed again" in text
     told = json.loads(json.dumps(proposal.as_json()))
     assert told["gain"] == pytest.approx(proposal.gain)
     assert told["worth"] is worth(proposal)

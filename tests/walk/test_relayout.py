@@ -210,3 +210,23 @@ def test_what_a_link_carries_is_asked_of_a_living_stage_and_its_distance_stays_t
             assert await first.alive() and await second.alive()
 
     asyncio.run(walk())
+
+
+def test_what_a_move_would_cost_counts_chats_that_go_on_and_requests_that_run_once(tiny: Tiny) -> None:
+    """Layers moved away from under a chat of 100,000 tokens because nothing was running at that moment."""
+    prompt = PROMPTS[-1]
+
+    async def walk() -> None:
+        async with engine(tiny("tiny-llama"), kept=Kept()) as (opened, _):
+            assert opened.tokens_at_stake == 0
+            answering = asyncio.create_task(answer(opened, request(prompt, max_tokens=60)))
+            await until(lambda: opened.figures().drawn_tokens > 30)
+            # Blocks on their way into RAM are in neither.
+            assert len(prompt) <= opened.tokens_at_stake <= len(prompt) + 60
+            await answering
+            await until(lambda: opened.tokens_at_stake >= len(prompt) + 32)
+            assert opened.tokens_at_stake <= len(prompt) + 60
+            await answer(opened, request(prompt, max_tokens=2))
+            assert opened.tokens_at_stake <= len(prompt) + 60, "it is the same chat"
+
+    asyncio.run(walk())
