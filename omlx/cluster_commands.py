@@ -31,7 +31,6 @@ from omlx.control_commands import Json, ServerPort, activate, deactivate, reach,
 from omlx.discover_command import discover
 from omlx.doctor_command import doctor
 from omlx.errors import OmlxError, Refused, SshFailed
-from omlx.observe import set_up_logging
 from omlx.plan_command import plan
 from omlx.status_command import status
 
@@ -123,7 +122,6 @@ def join(
     from omlx.cluster.joining import join as take_in
     from omlx.cluster.validation import Wanted
 
-    set_up_logging("warning")
     trust = open_or_make(folder)
     asked, access = asked_of(hosts, fingerprint, user, port, folder)
     reports = look(asked, access, Wanted(), ask=sys.stdin.isatty() and not as_json)
@@ -172,7 +170,6 @@ def leave(
     from omlx.cluster.members import read_members
     from omlx.cluster.trust import open_trust
 
-    set_up_logging("warning")
     trust = open_trust(folder)
     gone = read_members(folder).find(node)
     with reach(port) as server, without_layers(server, gone, folder, at_once) as drained:

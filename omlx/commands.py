@@ -343,6 +343,7 @@ def run_server(
 
 def run(spares: list["Spare"]) -> None:
     """Errors of our own tree are one line: exit code 2 where something must change first, else 1."""
+    set_up_logging("warning")  # to standard error: what a command prints may be JSON
     try:
         app(obj=spares)
     except Refused as error:

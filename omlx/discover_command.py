@@ -20,7 +20,6 @@ from omlx.cluster.planner import gigabytes
 from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.cluster.roster import Known, Roster, fold
 from omlx.errors import BadSetting, Refused
-from omlx.observe import set_up_logging
 
 MOST_SHOWN = 4
 """Addresses in a cell."""
@@ -48,7 +47,6 @@ def discover(
 
     Example: omlx cluster discover --seconds 5 --host studio.local
     """
-    set_up_logging("warning")
     ours, mark = versions(), own_cluster()
     if json:
         roster = asyncio.run(listen(seconds, host or (), lambda _: None))

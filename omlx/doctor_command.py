@@ -22,7 +22,6 @@ from omlx.cluster.members import now, read_members
 from omlx.cluster.private_files import CLUSTER_FOLDER
 from omlx.control_commands import Json, ServerPort, reach
 from omlx.errors import BadSetting
-from omlx.observe import set_up_logging
 from omlx.settings import load_settings
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ def doctor(folder: ClusterFolder = CLUSTER_FOLDER, port: ServerPort = None, as_j
 
     Example: omlx cluster doctor
     """
-    set_up_logging("warning")
     with reach(port) as server:
         asked, place = server.look(), server.place
     trust, keys = look_at_keys(folder)

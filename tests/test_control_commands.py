@@ -31,9 +31,8 @@ KEY = "correct-horse"
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The server under test logs in this process; the commands leave that alone."""
-    monkeypatch.setattr(cluster_commands, "set_up_logging", lambda level: None)
+def quiet() -> Iterator[None]:
+    """The server under test logs in this process."""
     with capture_logs():
         yield
 

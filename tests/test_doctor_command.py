@@ -34,7 +34,6 @@ from tests.walk.servers import free_port
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(doctor_command, "set_up_logging", lambda level: None)
     monkeypatch.setenv("OMLX_RAY_PORT", str(free_port()))
     monkeypatch.setattr(validation, "Wanted", partial(validation.Wanted, bulk_s=0.02))
     with capture_logs():

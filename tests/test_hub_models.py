@@ -1,6 +1,7 @@
 """`omlx serve org/name` as its user meets it, with a hub on loopback."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from omlx.hub_models import hub_manifest, own_models
 from omlx.node.hub import HubName, fetch
 from omlx.node.manifest import read_manifest
+from tests.cluster.known_speed import know_speed
 from tests.hub_server import Hub, hub_server
 from tests.node.test_hub import BIG, CHUNK, CONFIG, contents
 from tests.walk.servers import OMLX, serve, wait_until
@@ -150,14 +152,16 @@ def test_a_plan_needs_the_headers_alone(hub: Hub, tiny: Tiny, tmp_path: Path) ->
     assert not (tmp_path / "models").exists()
 
 
-def test_the_plan_command_takes_a_name_of_the_hub(hub: Hub, tiny: Tiny) -> None:
+def test_the_plan_command_takes_a_name_of_the_hub(hub: Hub, tiny: Tiny, tmp_path: Path) -> None:
     hub.add(NAME, tiny("tiny-llama"))
+    know_speed(tmp_path)
     done = subprocess.run(
         [*OMLX, "cluster", "plan", NAME, "--node", "studio=64GB", "--json"],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
+        env=os.environ | {"HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done
     assert json.loads(done.stdout)["stages"][0]["end"] == 4

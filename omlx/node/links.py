@@ -23,7 +23,7 @@ import structlog
 from omlx.errors import LinkLost, OutOfStep, StageLost, TooLate
 from omlx.ids import Epoch, PlanId
 from omlx.node.door import Door
-from omlx.node.tls import Security, hang_up, introduce, wrap
+from omlx.node.tls import WELCOME, Security, hang_up, introduce, wrap
 from omlx.node.wire import (
     DTYPES,
     HELLO,
@@ -41,6 +41,9 @@ from omlx.node.wire import HEADER as HEADER_LAYOUT
 log = structlog.get_logger()
 
 CONNECT_WITHIN_S = 10.0
+AGAIN_WITHIN_S = 2.0
+"""So long a neighbour that hangs up is tried again: it leaves the door of an epoch that is over within a
+tenth of a second of hearing so, and opens the next one."""
 DEPTH = 4
 """Hidden states that may lie on each side of a link: a slow neighbour pushes back, nothing piles up."""
 
@@ -125,15 +128,13 @@ class TcpLink:
         The neighbour may be connecting itself before it looks at us, in a circle: so the handshake is the
         thread's, and what it finds wrong is raised by `give`.
         """
+
+        def reach() -> socket.socket:
+            return _reach(address, security, begin.join_within_s)
+
+        link = cls(reach(), begin.step_within_s)
         where = f"{address[0]}:{address[1]}"
-        try:
-            plain = socket.create_connection(address, timeout=CONNECT_WITHIN_S)
-            sock = wrap(plain, security, server=False)
-        except OSError as error:
-            raise LinkLost(f"cannot reach the next stage at {where}: {error}") from error
-        sock.settimeout(begin.join_within_s)
-        link = cls(sock, begin.step_within_s)
-        return link._started("link-out", lambda: link._write(begin, peer, where))
+        return link._started("link-out", lambda: link._write(begin, peer, reach, where))
 
     @classmethod
     def accept(
@@ -153,6 +154,11 @@ class TcpLink:
             sock = door.wait(time.monotonic() + begin.join_within_s, over)
         if sock is None:
             raise TooLate("the stage before did not connect")
+        try:
+            sock.sendall(WELCOME)
+        except OSError as error:
+            sock.close()
+            raise LinkLost(f"the stage before is gone: {error}") from error
         link = cls(sock, begin.step_within_s)
         return link._started("link-in", link._read)
 
@@ -192,8 +198,10 @@ class TcpLink:
         return _array(header, body)
 
     def close(self) -> None:
+        self._lost = self._lost or LinkLost(
+            "this end was closed"
+        )  # first: `_join` looks at it behind a new one
         hang_up(self._sock)  # its thread closes it: until then the number must not be another file's
-        self._lost = self._lost or LinkLost("this end was closed")
         _drain(self._in)  # a thread that waits for room there sees the closed socket next
         _drain(self._out)
         with suppress(Full):  # and one that waits for an item sees this
@@ -201,12 +209,34 @@ class TcpLink:
         with suppress(Full):
             self._out.put_nowait(None)
 
-    def _write(self, begin: Begin, peer: str | None, where: str) -> None:
+    def _join(self, begin: Begin, peer: str | None, reach: Callable[[], socket.socket]) -> None:
+        """Returns once the neighbour has seen epoch and secret. Raises LinkLost, OSError.
+
+        It may still wait at the door of the epoch before, and hang up on us together with that: so it is
+        tried again for a while.
+        """
+        hello = pack_header(HELLO, Tag(begin.epoch, PlanId(0), 0), len(begin.secret)) + begin.secret
+        end, pause_s = None, 0.05
+        while True:
+            try:
+                introduce(self._sock, peer)
+                _be_seen(self._sock, hello)
+            except (OSError, LinkLost):
+                now = time.monotonic()
+                end = end or now + AGAIN_WITHIN_S
+                if self._lost is not None or now > end:
+                    raise
+            else:
+                return
+            self._sock.close()
+            time.sleep(pause_s)
+            pause_s *= 2
+            self._sock = reach()
+
+    def _write(self, begin: Begin, peer: str | None, reach: Callable[[], socket.socket], where: str) -> None:
         try:
-            introduce(self._sock, peer)
+            self._join(begin, peer, reach)
             self._sock.settimeout(None)
-            hello = pack_header(HELLO, Tag(begin.epoch, PlanId(0), 0), len(begin.secret))
-            self._sock.sendall(hello + begin.secret)
             while (item := self._out.get()) is not None:
                 header, body = item
                 if len(body) < 65536:
@@ -239,6 +269,22 @@ def _drain(queue: Queue[Any]) -> None:
     with suppress(Empty):
         while True:
             queue.get_nowait()
+
+
+def _reach(address: tuple[str, int], security: Security | None, within_s: float) -> socket.socket:
+    """Raises LinkLost."""
+    try:
+        sock = wrap(socket.create_connection(address, timeout=CONNECT_WITHIN_S), security, server=False)
+    except OSError as error:
+        raise LinkLost(f"cannot reach the next stage at {address[0]}:{address[1]}: {error}") from error
+    sock.settimeout(within_s)
+    return sock
+
+
+def _be_seen(sock: socket.socket, hello: bytes) -> None:
+    sock.sendall(hello)
+    if sock.recv(1) != WELCOME:
+        raise LinkLost("it hung up on us")
 
 
 def _shown(sock: socket.socket, begin: Begin) -> socket.socket | None:

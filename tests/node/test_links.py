@@ -134,17 +134,43 @@ def test_a_neighbour_that_hangs_up_is_lost_to_both_sides() -> None:
 )
 def test_who_does_not_show_the_epoch_and_the_secret_is_hung_up_on(epoch: Epoch, secret: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        stranger = TcpLink.connect(listener.getsockname(), begin(5.0, epoch, secret))
+        stranger = TcpLink.connect(listener.getsockname(), begin(1.0, epoch, secret))
         friend = TcpLink.connect(listener.getsockname(), begin(5.0))
         friend.give(tag(0), mx.ones((1, 1, 4)))
         taker = TcpLink.accept(listener, begin(5.0), still)
         assert taker.take(tag(0)).shape == (1, 1, 4)
         end = time.monotonic() + 4
-        with pytest.raises(LinkLost):
+        with pytest.raises(StageLost):  # it tries again for a while, and nobody looks at it any more
             while time.monotonic() < end:
                 stranger.give(tag(0), mx.ones((1, 1, 4)))
                 time.sleep(0.01)
         for link in (stranger, friend, taker):
+            link.close()
+
+
+def test_who_waits_at_the_door_of_an_epoch_that_is_over_is_joined_at_the_next() -> None:
+    """Another stage was lost while the pipeline was rebuilt: the door of the old epoch took the connection
+    for the new one, was closed, and that stage waited two minutes for a neighbour who thought it was in."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told = threading.Event()
+        old, new = begin(30.0, Epoch(1)), begin(30.0, Epoch(2))
+
+        def wait_in_vain() -> None:
+            with pytest.raises(TooLate):
+                TcpLink.accept(listener, old, told.is_set)
+
+        waiting = threading.Thread(target=wait_in_vain)
+        waiting.start()
+        giver = TcpLink.connect(listener.getsockname(), new)
+        giver.give(tag(0, epoch=Epoch(2)), mx.ones((1, 1, 4)))
+        time.sleep(0.2)  # it is through the old door's handshake, or hung up on
+        told.set()
+        waiting.join(5)
+        started = time.monotonic()
+        taker = TcpLink.accept(listener, new, still)
+        assert taker.take(tag(0, epoch=Epoch(2))).shape == (1, 1, 4)
+        assert time.monotonic() - started < 2
+        for link in (giver, taker):
             link.close()
 
 

@@ -242,9 +242,8 @@ def test_a_certified_node_with_the_wrong_secret_is_refused_too(cluster: Cluster)
         with pytest.raises(TooLate):
             TcpLink.accept(listener, short(0.5), still, ours, "b")
         giver.close()
-    assert [entry["why"] for entry in logs if entry["event"] == "connection refused"] == [
-        "it did not show what it had to"
-    ]
+    refused = [entry["why"] for entry in logs if entry["event"] == "connection refused"]
+    assert set(refused) == {"it did not show what it had to"}  # it tries a few times
 
 
 # ------------------------------------------------------------------ the side that connects
@@ -361,17 +360,28 @@ def test_a_hidden_state_arrives_bit_for_bit_over_tls(cluster: Cluster, shape: tu
         taker.close()
 
 
-def test_who_waits_for_room_learns_at_once_that_the_other_side_refused(cluster: Cluster) -> None:
+def test_who_waits_for_room_learns_soon_that_the_other_side_refuses(cluster: Cluster) -> None:
     begin = Begin(BEGIN.epoch, None, BEGIN.secret, 20.0, step_within_s=20.0)
     theirs = cluster.member("b")
     with listening() as (listener, address), capture_logs():
         giver = TcpLink.connect(address, begin, theirs, "a")
-        threading.Timer(0.3, lambda: listener.accept()[0].close()).start()
+        over = threading.Event()
+
+        def hang_up() -> None:
+            while not over.is_set():
+                with suppress(OSError):
+                    listener.settimeout(0.1)
+                    listener.accept()[0].close()
+
+        hanging_up = threading.Timer(0.3, hang_up)
+        hanging_up.start()
         started = time.monotonic()
         with pytest.raises(LinkLost, match="does not let us in"):
             for plan in range(64):
                 giver.give(tag(plan), mx.ones((1, 1, 4)))
         assert 0.2 < time.monotonic() - started < 5
+        over.set()
+        hanging_up.join(5)
         giver.close()
 
 
