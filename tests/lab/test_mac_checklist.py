@@ -32,7 +32,19 @@ CABLE = "the cable is pulled in the middle of an answer, and put back"
 
 
 def checklist(other: Host, model: Path, *flags: str) -> list[str | Path]:
-    return [sys.executable, "-m", "tests.mac", other.ip, model, "--user", "root", "--json", *flags]
+    return [
+        sys.executable,
+        "-m",
+        "tests.mac",
+        other.ip,
+        model,
+        "--user",
+        "root",
+        "--json",
+        "--tokens",
+        "32",
+        *flags,
+    ]
 
 
 def told(said: str) -> dict[str, tuple[str, str]]:

@@ -18,6 +18,7 @@ from tests.mac.cable import cable
 from tests.mac.ending import ended
 from tests.mac.machines import Failed, Mlx
 from tests.mac.meeting import checked, member, seen, this_machine
+from tests.mac.server import TOKENS
 from tests.mac.splitting import killed, memory, split
 from tests.mac.steps import Asked, Planned, Run, Step
 
@@ -52,6 +53,12 @@ def options() -> argparse.ArgumentParser:
         "--fingerprint", metavar="SHA256:...", help="of HOST's key, if HOST has not joined yet"
     )
     parser.add_argument("--no-hands", action="store_true", help="skip what asks for a cable to be pulled")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        help="of each answer (%(default)s); those in which something happens must last a second or two",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return parser
 
@@ -95,7 +102,7 @@ def main(words: list[str]) -> int:
     model = given.model.expanduser().absolute()
     if not (model / "config.json").is_file():
         parser.error(f"{model} is no model's folder: it has no config.json")
-    asked = Asked(given.host, model, given.user, given.fingerprint, not given.no_hands)
+    asked = Asked(given.host, model, given.user, given.fingerprint, not given.no_hands, given.tokens)
     # So that what was started ends with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = Path(tempfile.mkdtemp(prefix="omlx-mac-"))

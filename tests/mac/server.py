@@ -110,6 +110,8 @@ class Server:
     log: Path
     url: str
     key: str
+    tokens: int = TOKENS
+    """Of each answer."""
 
     def wait_ready(self, within_s: float = READY_WITHIN_S) -> None:
         """Raises Failed with what it said where it ends instead."""
@@ -154,7 +156,7 @@ class Server:
             "model": self.get("/v1/models")["data"][0]["id"],
             "messages": [{"role": "user", "content": QUESTION}],
             "temperature": 0,
-            "max_tokens": TOKENS,
+            "max_tokens": self.tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

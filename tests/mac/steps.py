@@ -37,6 +37,8 @@ class Asked:
     """Of HOST's key, compared by a person; None: it is known, or has to be."""
     hands: bool
     """Somebody can pull a cable."""
+    tokens: int
+    """Of each answer."""
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class Run:
     def start(self, name: str, *flags: str) -> Server:
         """Ready to answer. Raises Failed; then it was ended."""
         server = start_server(self.asked.model, self.folder / f"{name}.log", *flags)
+        server.tokens = self.asked.tokens
         self.running.append(server)
         try:
             server.wait_ready()
