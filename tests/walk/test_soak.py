@@ -16,7 +16,7 @@ from tests.walk.servers import Running, serve
 Tiny = Callable[[str], Path]
 CLIENTS = 12
 PATIENT: dict[str, Any] = {"timeout": 120, "trust_env": False}
-SECONDS = 25
+SECONDS = 14
 PROMPTS = [f"w{i} " * words for i, words in enumerate((1, 5, 20, 60, 150, 300))]
 
 
