@@ -8,9 +8,9 @@ RUN_EXTRAS := demo
 endif
 # What a test computes beside a stage must be equal to the last bit.
 PYTEST = $(BIN)/python scripts/like_a_stage.py -m pytest
-# Three at a time: most of them wait for a process of their own. A file's tests stay together, for several files
+# Four at a time: most of them wait for a process of their own. A file's tests stay together, for several files
 # make a cluster of hosts first and share it. ARGS="-n 0" runs them in turn.
-SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE = -n 4 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # A Python that was upgraded away takes .venv with it. Before anything else, for make looks at a stamp

@@ -17,7 +17,7 @@ from omlx.discover_command import as_json, conflicts, listen, own_cluster, table
 from omlx.errors import BadSetting
 
 OURS = Versions(omlx="0.1.0", mlx="0.32.4", mlx_lm="0.32.2")
-COMMAND = "import typer; from omlx.discover_command import discover; typer.run(discover)"
+COMMAND = "import sys; sys.argv[1:1] = ['cluster', 'discover']; from omlx.cli import main; main()"
 
 
 def node(number: int = 1, **given: object) -> Node:

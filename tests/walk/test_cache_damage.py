@@ -159,8 +159,9 @@ def test_a_folder_or_size_of_no_use_is_one_clear_line_and_without_a_cache_all_is
     }
     for flags, said in cases.items():
         assert said in refused(model, *flags)
-        with serve(model, "--no-cache", *flags) as running:
-            check(running.url, chat[0])
+    unused = ("--paged-ssd-cache-dir", "/proc/omlx", "--paged-ssd-cache-max-size", "many")
+    with serve(model, "--no-cache", *unused, "--hot-cache-max-size", "-1") as running:
+        check(running.url, chat[0])
     assert file.read_text() == "mine"
     assert (newer / "VERSION").read_text() == "99\n"
 

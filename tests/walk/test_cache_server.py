@@ -193,13 +193,14 @@ def two_models(tiny: Tiny, tmp_path: Path) -> Path:
 
 
 def fill(running: Running, chats: list[list[Turn]], model: str, cold: Path) -> None:
-    """More than the limit, which holds all the time."""
+    """More than the limit, which holds all the time, but for moments in which a thread that has to take away
+    what another model has waits for a core."""
     for chat in chats:
         for turn in (chat[3], chat[-1]):
             ask(running.url, turn.to(model))
-            assert block_bytes(cold) < LIMIT_BYTES + SLACK_BYTES
+            wait_until(lambda: block_bytes(cold) < LIMIT_BYTES + SLACK_BYTES, 2)
         wait_until_written_or_given_up(running, model)
-        assert block_bytes(cold) < LIMIT_BYTES + SLACK_BYTES
+        wait_until(lambda: block_bytes(cold) < LIMIT_BYTES + SLACK_BYTES, 2)
 
 
 def wait_until_written_or_given_up(running: Running, model: str) -> None:
