@@ -140,9 +140,14 @@ def join(
             told.append({"host": report.host, "joined": False, "why": [str(error)]})
             errors.print(f"omlx: {report.host}: {error}", markup=False, style="red")
             continue
-        told.append({"host": report.host, "joined": True, "node_id": joined.id})
+        names = ("bytes_per_s", "flop_per_s")
+        speed = None if joined.speed is None else dict(zip(names, joined.speed, strict=True))
+        told.append({"host": report.host, "joined": True, "node_id": joined.id, "speed": speed})
         if not as_json:
             what = f"{escape(joined.chip)}, {gigabytes(joined.memory_bytes)}"
+            if joined.speed is not None:
+                timed = "a small model was timed: its chip is in no table"
+                what += f", {joined.speed[0] / 1e9:.0f} GB/s ({timed})"
             console.print(f"[green]{escape(joined.name)}[/green] joined: {what}")
     if as_json:
         print(json_text.dumps(told, indent=2))
