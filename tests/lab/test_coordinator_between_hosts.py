@@ -30,7 +30,7 @@ def test_a_coordinator_that_was_killed_finds_its_nodes_again_and_leaves_no_stage
     for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
         with serving(first, smollm2, *FLAGS) as server:
             assert len(server.shards()) > 1 and any(stages(host) for host in others)
-            texts.append([one["text"] for one in server.stream(4, 20).ended()])
+            texts.append([one["text"] for one in server.stream(2, 12).ended()])
             for one in processes(first, "bin/omlx"):
                 os.kill(one.pid, how)
             wait(

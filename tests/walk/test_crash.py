@@ -22,7 +22,7 @@ KILLS = 50
 CLIENTS, CHATS, TURNS = 4, 6, 6
 FIXED = (5, 3, 5, 1)
 """Turns of the first chats that are asked after every restart."""
-LOAD_S, START_S = 0.6, 0.8
+LOAD_S, START_S = 0.4, 0.8
 """A server is killed after so long under load at most, or after so long from its start on."""
 VERIFY_EVERY = 10
 COLD_BYTES = 2_000_000
