@@ -51,8 +51,8 @@ def gemma(cache: Path) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The long ones first, and files with processes of their own: else one worker ends with them while the others
-    # have nothing left.
+    # The long ones first, and files with processes of their own: else one worker ends with them while the
+    # others have nothing left.
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, "walk" not in item.path.parts))
     if sys.platform != "darwin":
         for item in items:
