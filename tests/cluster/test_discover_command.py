@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -89,7 +90,8 @@ def test_the_json_has_the_same_and_says_null_for_what_is_not_known() -> None:
 
 
 def test_rows_come_as_they_are_found() -> None:
-    announced = node(7, reach=(), agent_port=7000)
+    # Other tests announce theirs in the same loopback network meanwhile.
+    announced = node(2**32 + os.getpid(), reach=(), agent_port=7000)
     states: list[Roster] = []
 
     async def main() -> Roster:
