@@ -34,8 +34,6 @@ QUIET_S = 10.0
 """So long after the last news of how fast stages are."""
 REST_S, MOST_REST_S = 30.0, 600.0
 """Between two moves of one model that pay and do not have to be: at first, and where layers go to and fro."""
-
-
 PROBE_EVERY_S, PROBED_WITHIN_S = 20.0, 1.0
 """Of each link. An answer that is later says nothing."""
 LEAST_BALLAST, MOST_BALLAST = 64 << 10, 1 << 20

@@ -198,9 +198,8 @@ class TcpLink:
         return _array(header, body)
 
     def close(self) -> None:
-        self._lost = self._lost or LinkLost(
-            "this end was closed"
-        )  # first: `_join` looks at it behind a new one
+        # First: `_join` looks at it once it has taken another socket.
+        self._lost = self._lost or LinkLost("this end was closed")
         hang_up(self._sock)  # its thread closes it: until then the number must not be another file's
         _drain(self._in)  # a thread that waits for room there sees the closed socket next
         _drain(self._out)
@@ -232,6 +231,8 @@ class TcpLink:
             time.sleep(pause_s)
             pause_s *= 2
             self._sock = reach()
+            if self._lost is not None:  # closed meanwhile, and that hung up the socket before
+                raise self._lost
 
     def _write(self, begin: Begin, peer: str | None, reach: Callable[[], socket.socket], where: str) -> None:
         try:

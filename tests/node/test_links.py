@@ -174,6 +174,19 @@ def test_who_waits_at_the_door_of_an_epoch_that_is_over_is_joined_at_the_next() 
             link.close()
 
 
+def test_an_end_that_is_closed_between_two_tries_to_join_tries_no_more() -> None:
+    """It had hung up the socket of the last try, and the next one waited for a welcome for two minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = set(threading.enumerate())
+        giver = TcpLink.connect(listener.getsockname(), begin(30.0))
+        (writer,) = set(threading.enumerate()) - before
+        listener.accept()[0].close()
+        time.sleep(0.02)  # into the pause before the next try
+        giver.close()
+        writer.join(2)
+        assert not writer.is_alive()
+
+
 def test_nobody_listening_and_nobody_connecting_are_errors_not_waits() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
