@@ -108,6 +108,7 @@ class RaySite:
                 await self._follow_members_during(self._start_anew(token, why))
             self._call()  # at the start before Ray's driver is up: the nodes' Ray takes as long
             known = {one.id for one in self.members}
+            self.draining &= known  # who left and comes back is as good as new
             self.alive = frozenset(one.node_id for one in await self.driver.nodes()) & known
             self._problem = None
         except (RayFailed, BadSetting) as error:
