@@ -8,7 +8,7 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,11 +117,16 @@ class RayDriver:
         """Those that Ray takes for alive; it is seconds behind. Raises RayFailed."""
         return (await self._ask(Ask, Alive, NODES_WITHIN_S)).nodes
 
-    async def follow(self, session: RaySession) -> None:
-        """Of another head from now on; who waits for an answer hears that there is none."""
+    async def follow(self, start: Callable[[], Awaitable[RaySession]]) -> RaySession:
+        """Of the head that `start` starts, from now on. Who waits for an answer hears that there is none,
+        who asks meanwhile waits for the head. Raises as `start` does.
+
+        The driver ends before its head does: without one, Ray's thread for errors takes a whole core.
+        """
         async with self._starting:
-            self._session = session
             await self._let_go()
+            self._session = await start()
+            return self._session
 
     async def close(self) -> None:
         """End the driver; what it placed goes on."""

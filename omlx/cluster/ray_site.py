@@ -155,13 +155,14 @@ class RaySite:
             self.member = await asyncio.to_thread(certified, self.trust, self.address)
             self.moved()
         log.warning("Ray starts anew", why=why)
-        await asyncio.to_thread(self.session.stop)
-        self.session = await asyncio.to_thread(
-            start_head, self.member, self.address, self.port, self.trust.folder / "ray"
-        )
+        self.session = await self.driver.follow(self._start_head)
         self.token = token
         self._due.clear()
-        await self.driver.follow(self.session)
+
+    async def _start_head(self) -> RaySession:
+        await asyncio.to_thread(self.session.stop)
+        folder = self.trust.folder / "ray"
+        return await asyncio.to_thread(start_head, self.member, self.address, self.port, folder)
 
     def _call(self) -> None:
         """Over SSH, beside: an answer may take its time."""

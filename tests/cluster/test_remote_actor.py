@@ -222,6 +222,30 @@ def test_after_rays_end_calls_say_so(driving: Driving, tmp_path: Path) -> None:
     asyncio.run(walk())
 
 
+def test_a_core_is_not_burnt_by_a_driver_whose_head_is_stopped(driving: Driving) -> None:
+    """Ray's thread for errors asked a head that was gone, without a pause, until the next one stood."""
+
+    async def walk() -> None:
+        driver = driving()
+        async with closing(driver):
+            await driver.nodes()
+            child = psutil.Process(driver.pid)
+
+            async def start() -> RaySession:
+                assert not child.is_running()
+                asking.append(asyncio.create_task(driver.nodes()))
+                await asyncio.sleep(0.2)
+                assert driver.pid is None and not asking[0].done()
+                return driver._session
+
+            asking: list[asyncio.Task[tuple[RayNode, ...]]] = []
+            await driver.follow(start)
+            assert {one.node_id for one in await asking[0]} == {"b", "head"}
+            assert driver.pid != child.pid
+
+    asyncio.run(walk())
+
+
 def test_many_calls_at_once_start_one_driver_and_get_their_own_answers(driving: Driving) -> None:
     async def walk() -> None:
         async with closing(driving()) as driver:
