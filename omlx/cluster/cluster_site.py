@@ -110,12 +110,13 @@ class ClusterSite:
             return before
         for node in before.nodes - there:
             self.rays.doubt(node)  # Ray lists it for some seconds more
-        away = ", ".join(sorted(self.name(node) for node in before.nodes - there))
+        gone = sorted(self.name(node) for node in before.nodes - there)
+        away = f"{' and '.join(gone)} {'is' if len(gone) == 1 else 'are'} away"
         try:
             return await self._planned(need, there, before)
         except DoesNotFit as error:
             raise NodesAway(
-                f"{need.model}: {away} is away, and the other machines cannot hold the model; it comes back "
+                f"{need.model}: {away}, and the other machines cannot hold the model; it comes back "
                 f"by itself when one returns ({error})"
             ) from error
 

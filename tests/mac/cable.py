@@ -13,7 +13,7 @@ LOOK_EVERY_S = 1.0
 HANDS_WITHIN_S = 120.0
 BACK_WITHIN_S = 300.0
 """From the cable put back to an answer: the model may be loaded again."""
-AWAY = ("is away", "not fit")
+AWAY = (" away, and ", "not fit")
 """What is said of a model that the machines left cannot hold, to who was answered and to who asks next."""
 
 
