@@ -9,7 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from omlx.node.limits import Limits
 from omlx.node.pacing import SMOOTH, Pace
+
+UNMEASURED_PART = 4
+"""Before anything was measured, chunks beside running answers have this part of a step's tokens, and those
+that have the stages to themselves this part of all tokens, for each stage behind the first one."""
+LEAST_UNMEASURED = 64
+"""Tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,37 @@ class Budget:
         self.tokens -= size
         if self.seconds < inf:
             self.seconds = max(0.0, self.seconds - self.pace.added(size, prompt.prefix))
+
+
+def budget(
+    pace: Pace, limits: Limits, prompts: Sequence[Prompt], rows: int, groups: int, swell: float
+) -> Budget:
+    """For chunks of one step, beside `rows` answers that are dealt into `groups`. swell: see `swelled`."""
+    first = _first_chunk(pace, limits, sum(p.prefix + p.left for p in prompts))
+    if not rows:
+        # Nobody waits for one stage alone: chunks of equal time are for those behind it.
+        seconds = pace.added(first, 0) if len(pace.stages) > 1 else inf
+        return Budget(pace, first, seconds, strict=False)
+    # Several who wait for their first token, and not for long, weigh as much as those who wait for the
+    # next one: a burst of questions is answered together, not one behind the other.
+    crowd = max(1.0, sum(prompt.left <= limits.step_tokens for prompt in prompts) / rows)
+    if not pace.stages:
+        return Budget(pace, max(1, min(first, int(crowd * limits.step_tokens / UNMEASURED_PART))))
+    seconds = pace.chunk_seconds(rows, groups, limits.lanes_apart(groups), crowd * limits.slowdown)
+    return Budget(pace, limits.step_tokens, swelled(swell, limits.stages) * seconds)
+
+
+def _first_chunk(pace: Pace, limits: Limits, total: int) -> int:
+    if pace.stages or limits.stages == 1:
+        return pace.first_chunk(total, limits.step_tokens)
+    # In one piece, one stage after the other would compute it while the others have nothing to do.
+    part = -(-total // (UNMEASURED_PART * (limits.stages - 1)))
+    return min(limits.step_tokens, max(LEAST_UNMEASURED, part))
+
+
+def swelled(swell: float, stages: int) -> float:
+    """What part of its time the next chunk beside running answers has, when the latest had `swell`."""
+    return swell + (1 - swell) / stages
 
 
 def deal(prompts: Sequence[Prompt], budget: Budget, short: int) -> list[int]:

@@ -13,11 +13,10 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
-from math import inf
 
 from omlx.errors import Full, OutOfStep
 from omlx.ids import BlockId, Epoch, PlanId, SeqId
-from omlx.node.chunks import Budget, Prompt, deal
+from omlx.node.chunks import Prompt, budget, deal, swelled
 from omlx.node.following import leader, waits
 from omlx.node.limits import Limits
 from omlx.node.pacing import Pace
@@ -29,8 +28,8 @@ FIRST_EPOCH = Epoch(0)
 MOST_SUSPECTED = 3
 FETCHED_AHEAD = 4
 """Waiting requests whose prefixes are read from the SSD already."""
-UNMEASURED_PART = 4
-"""Before anything was measured, chunks beside running answers have this part of a step's tokens."""
+WAITED_FOR = 2048
+"""Tokens, in all, of answers that a loss cut off: with more to compute, nobody waits for them."""
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class Scheduler:
         singles = self._singles(group)
         chunks = self._chunks() if with_chunks else []
         if chunks:
-            self._swell = self._swelled()
+            self._swell = swelled(self._swell, self.limits.stages)
         elif not self._prompts():
             self._swell = 0.0
         evicts = self.prefixes.evicts()
@@ -187,6 +186,8 @@ class Scheduler:
         self._keeps.clear()
         for sequence in (*self.running.values(), *self.waiting):
             self._restart(sequence)
+        for sequence in self.running.values():
+            sequence.cut_off = bool(sequence.answer)
         self.prefixes.rewind()
 
     def shrink(self) -> list[SeqId]:
@@ -258,7 +259,7 @@ class Scheduler:
     def _restart(self, sequence: Sequence) -> None:
         """Nothing of it is in any stage's caches."""
         self.prefixes.leave(sequence)
-        sequence.begun = sequence.prompt_kept = False
+        sequence.begun = sequence.prompt_kept = sequence.cut_off = False
         sequence.issued = sequence.computed = 0
 
     def fetches(self) -> tuple[BlockId, ...]:
@@ -313,7 +314,7 @@ class Scheduler:
         compute plans in order, so two plans of one group next to each other would wait for its draw. A lane
         whose plans are on their way is waited for, not passed over.
         """
-        rows = [s for s in self._active() if s.may_draw]
+        rows = self._rows()
         wanting = {s.group for s in rows}
         full = {s.group for s in rows if s.draws_in_flight >= self.ahead}
         prompts = bool(self._prompts())
@@ -333,6 +334,21 @@ class Scheduler:
             return (lane if lane < groups else None), with_chunks
         return None, False
 
+    def _rows(self) -> list[Sequence]:
+        """Who draws. Who has the last token on its way feels nothing any more."""
+        return [] if self._cut_off() else [s for s in self._active() if s.may_draw]
+
+    def _cut_off(self) -> bool:
+        """Whether answers that a loss cut off are computed again, all of them by one or two more steps: those
+        that go on already wait, for each of their tokens would make the others' pause longer."""
+        late = [s.known - s.issued for s in self._active() if s.cut_off and not s.decodes]
+        short = [left for left in late if left <= self.limits.step_tokens]
+        if sum(short) <= WAITED_FOR:
+            return bool(short)
+        for sequence in self.running.values():
+            sequence.cut_off = False
+        return False
+
     def _prompts(self) -> list[Sequence]:
         return [s for s in self._active() if s.computes and not waits(s, self.running)]
 
@@ -345,7 +361,8 @@ class Scheduler:
         prompts = self._prompts()
         held_back = 0 if self.limits.mixes else 1
         left = [Prompt(s.issued, s.known - s.issued - held_back) for s in prompts]
-        sizes = deal(left, self._budget(left), self.limits.step_tokens)
+        most = budget(self.pace, self.limits, left, len(self._rows()), self.groups, self._swell)
+        sizes = deal(left, most, self.limits.step_tokens)
         chunks = []
         for sequence, size in zip(prompts, sizes, strict=True):
             if size:
@@ -356,29 +373,6 @@ class Scheduler:
                 self.prefixes.counters.missed_tokens += end - start
                 sequence.issued = end
         return chunks
-
-    def _budget(self, prompts: list[Prompt]) -> Budget:
-        """For chunks of one step."""
-        limits, pace = self.limits, self.pace
-        # Who has the last token on its way feels nothing any more.
-        rows = sum(s.may_draw for s in self._active())
-        if not rows:
-            first = pace.first_chunk(sum(p.prefix + p.left for p in prompts), limits.step_tokens)
-            # Nobody waits for one stage alone: chunks of equal time are for those behind it.
-            seconds = pace.added(first, 0) if len(pace.stages) > 1 else inf
-            return Budget(pace, first, seconds, strict=False)
-        # Several who wait for their first token, and not for long, weigh as much as those who wait for the
-        # next one: a burst of questions is answered together, not one behind the other.
-        crowd = max(1.0, sum(prompt.left <= limits.step_tokens for prompt in prompts) / rows)
-        if not pace.stages:
-            tokens = min(limits.step_tokens, int(crowd * limits.step_tokens / UNMEASURED_PART))
-            return Budget(pace, max(1, tokens))
-        apart = self.limits.lanes_apart(self.groups)
-        seconds = pace.chunk_seconds(rows, self.groups, apart, crowd * limits.slowdown)
-        return Budget(pace, limits.step_tokens, self._swelled() * seconds)
-
-    def _swelled(self) -> float:
-        return self._swell + (1 - self._swell) / self.limits.stages
 
     def _singles(self, group: int | None) -> list[Slice]:
         singles = []

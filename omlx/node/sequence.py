@@ -61,6 +61,8 @@ class Sequence:
     """How often it was in a forward that could not be computed."""
     alone_until: int = 0
     """While it knows fewer tokens, it shares no plan with others."""
+    cut_off: bool = False
+    """Whether a loss came while it answered, and it is not computed again yet."""
     begun: bool = False
     """Whether it was looked for in what is kept, in this epoch."""
     looked_at: int = 0

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from omlx.node.chunks import Budget, Prompt, deal
+from omlx.node.chunks import LEAST_UNMEASURED, Budget, Prompt, budget, deal
 from omlx.node.costs import StageCost
+from omlx.node.limits import Limits
 from omlx.node.pacing import LEAST_CHUNK, Pace
 
 STEP = 512
@@ -108,3 +109,22 @@ def test_chunks_take_no_longer_than_allowed_but_for_the_first_prompts_least_chun
     took_s = sum(PACE.added(size, prompt.prefix) for size, prompt in zip(sizes, prompts, strict=True))
     least_s = PACE.added(min(PACE.least_chunk, sizes[0]), prompts[0].prefix) if prompts else 0.0
     assert took_s <= max(budget.seconds, least_s) * (1 + 1e-6)
+
+
+def limits_of(stages: int) -> Limits:
+    return Limits(places=32, queue=8, stages=stages, step_tokens=STEP, slowdown=3.0, capacity_tokens=10**6)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize(("stages", "tokens"), [(1, STEP), (2, 250), (3, 125), (5, LEAST_UNMEASURED)])
+def test_of_several_stages_none_waits_for_all_prompts_on_the_one_before_it(
+    rows: int, stages: int, tokens: int
+) -> None:
+    """Nothing was measured after a loss, and the answers of all were computed again in one step: one stage
+    after the other."""
+    crowd = [Prompt(0, 50)] * 20
+    assert budget(Pace(), limits_of(stages), crowd, rows, 1, 0.0).tokens == tokens
+
+
+def test_unmeasured_a_long_prompts_chunks_are_whole_steps_on_any_number_of_stages() -> None:
+    assert budget(Pace(), limits_of(4), [Prompt(0, 30_000)], 0, 1, 0.0).tokens == STEP

@@ -233,6 +233,59 @@ def test_a_result_out_of_order_is_an_error() -> None:
         scheduler.commit(result(second))
 
 
+def answering(scheduler: Scheduler, prompts: list[int]) -> None:
+    """Each has a few tokens of its answer."""
+    for prompt in prompts:
+        scheduler.add(request(prompt, max_tokens=500))
+    while not all(len(s.answer) > 2 for s in scheduler.running.values()) or scheduler.waiting:
+        plan = scheduler.next_plan()
+        assert plan is not None
+        scheduler.commit(result(plan))
+
+
+def drawn_before_all_are_computed(scheduler: Scheduler, cut_off: list[int]) -> list[int]:
+    """After a loss: whose next tokens but one are asked for before each of these is computed again."""
+    early = []
+    while not all(scheduler.running[SeqId(seq)].decodes for seq in cut_off):
+        plan = scheduler.next_plan()
+        assert plan is not None
+        early += [piece.seq for piece in plan.slices if piece.sample and len(piece.tokens) < 2]
+        scheduler.commit(result(plan))
+    return early
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_after_a_loss_nobody_goes_on_while_another_short_answer_stands_still(stages: int) -> None:
+    """Half of twenty streams stood still twice as long as the others, whose tokens took the time."""
+    scheduler = Scheduler(limits(places=8, stages=stages, mixes=True))
+    answering(scheduler, [9] * 8)
+    scheduler.rewind()
+    assert drawn_before_all_are_computed(scheduler, list(range(8))) == []
+    plan = scheduler.next_plan()
+    assert plan is not None and len(plan.slices) > 1
+
+
+@pytest.mark.parametrize(("prompts", "late"), [([9, 9, 200], [2]), ([9] * 160, [*range(150, 160)])])
+def test_for_a_long_answer_and_for_too_many_nobody_waits(prompts: list[int], late: list[int]) -> None:
+    scheduler = Scheduler(limits(160, step_tokens=64, capacity_tokens=10**6, mixes=True, queue=160))
+    answering(scheduler, prompts)
+    scheduler.rewind()
+    assert drawn_before_all_are_computed(scheduler, late)
+
+
+def test_nobody_waits_for_an_answer_that_gave_way_to_others() -> None:
+    scheduler = Scheduler(limits(places=2, mixes=True, capacity_tokens=40))
+    answering(scheduler, [15, 15])
+    scheduler.rewind()
+    scheduler.limits = replace(scheduler.limits, capacity_tokens=36)
+    while not scheduler.waiting:
+        plan = scheduler.next_plan()
+        assert plan is not None
+        scheduler.commit(result(plan))
+    (gave_way,) = scheduler.waiting
+    assert not gave_way.cut_off
+
+
 @pytest.mark.parametrize("mixes", [True, False])
 def test_after_a_rewind_everything_known_is_computed_again_and_penalties_get_their_history(
     mixes: bool,
