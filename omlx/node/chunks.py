@@ -13,10 +13,10 @@ from omlx.node.limits import Limits
 from omlx.node.pacing import SMOOTH, Pace
 
 UNMEASURED_PART = 4
-"""Before anything was measured, chunks beside running answers have this part of a step's tokens, and those
-that have the stages to themselves this part of all tokens, for each stage behind the first one."""
-LEAST_UNMEASURED = 64
-"""Tokens."""
+"""Before anything was measured, chunks beside running answers have this part of a step's tokens."""
+UNMEASURED_CHUNKS, LEAST_UNMEASURED = 4, 64
+"""Before anything was measured: chunks of all prompts for each stage behind the first one, and the tokens of
+each at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def budget(
     pace: Pace, limits: Limits, prompts: Sequence[Prompt], rows: int, groups: int, swell: float
 ) -> Budget:
     """For chunks of one step, beside `rows` answers that are dealt into `groups`. swell: see `swelled`."""
-    first = _first_chunk(pace, limits, sum(p.prefix + p.left for p in prompts))
     if not rows:
+        first = _first_chunk(pace, limits, sum(p.prefix + p.left for p in prompts))
         # Nobody waits for one stage alone: chunks of equal time are for those behind it.
         seconds = pace.added(first, 0) if len(pace.stages) > 1 else inf
         return Budget(pace, first, seconds, strict=False)
@@ -69,7 +69,8 @@ def budget(
     # next one: a burst of questions is answered together, not one behind the other.
     crowd = max(1.0, sum(prompt.left <= limits.step_tokens for prompt in prompts) / rows)
     if not pace.stages:
-        return Budget(pace, max(1, min(first, int(crowd * limits.step_tokens / UNMEASURED_PART))))
+        tokens = min(limits.step_tokens, int(crowd * limits.step_tokens / UNMEASURED_PART))
+        return Budget(pace, max(1, tokens))
     seconds = pace.chunk_seconds(rows, groups, limits.lanes_apart(groups), crowd * limits.slowdown)
     return Budget(pace, limits.step_tokens, swelled(swell, limits.stages) * seconds)
 
@@ -78,7 +79,7 @@ def _first_chunk(pace: Pace, limits: Limits, total: int) -> int:
     if pace.stages or limits.stages == 1:
         return pace.first_chunk(total, limits.step_tokens)
     # In one piece, one stage after the other would compute it while the others have nothing to do.
-    part = -(-total // (UNMEASURED_PART * (limits.stages - 1)))
+    part = -(-total // (UNMEASURED_CHUNKS * (limits.stages - 1)))
     return min(limits.step_tokens, max(LEAST_UNMEASURED, part))
 
 

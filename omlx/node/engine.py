@@ -289,10 +289,9 @@ class Engine:
 
     async def _place_again(self) -> Layout:
         """What is lost is ended while somebody finds out where to go on."""
-        pipeline = self.pipeline
-        lost = frozenset(stage.seat for stage in pipeline.stages if stage.lost is not None)
-        _, layout = await asyncio.gather(pipeline.bury(), self._relayout(self.layout, lost))
-        return layout
+        lost = frozenset(stage.seat for stage in self.pipeline.stages if stage.lost is not None)
+        self.pipeline.bury()
+        return await self._relayout(self.layout, lost)
 
     async def _move(self) -> None:
         assert self._next is not None

@@ -46,6 +46,10 @@ class Layout:
     def nodes(self) -> frozenset[str]:
         return frozenset(part.node for part in self.parts)
 
+    def uses(self, seat: str) -> bool:
+        """Whether the machine of whoever sat there has a part: children share this one."""
+        return bool(self.nodes & {seat, ""})
+
     def runs_like(self, other: "Layout") -> bool:
         """Whether the same processes hold the same layers."""
         return self.seats == other.seats and self._spans == other._spans

@@ -20,6 +20,7 @@ from omlx.node.client import Event, Kept, LoadProgress, Placement, StageClient
 from omlx.node.layout import Layout, Part
 from omlx.node.step import StepPlan
 from omlx.node.wire import Begin, CacheSpec, Load, Step, ToStage
+from omlx.observe import watched
 
 T = TypeVar("T")
 
@@ -67,6 +68,7 @@ class Pipeline:
         self._ring: tuple[str, ...] = ()
         self._started: list[StageClient] = []
         """Every stage that may have a process, in whatever state it is."""
+        self._ending: dict[StageClient, asyncio.Task[None]] = {}
         self.load_s = 0.0
         """What the slowest load of the last rebuild took."""
         self._closing: asyncio.Task[None] | None = None
@@ -124,9 +126,11 @@ class Pipeline:
                 failures.append(event)
         return failures
 
-    async def bury(self) -> None:
-        """End what is lost: it may be frozen, and have the memory that another one needs."""
-        await _all(self._end(stage) for stage in list(self._started) if stage.lost is not None)
+    def bury(self) -> None:
+        """Begin to end what is lost: it may be frozen, and have the memory that another one needs."""
+        for stage in self._started:
+            if stage.lost is not None:
+                self._end_soon(stage)
 
     async def rebuild(self, epoch: Epoch, layout: Layout) -> None:
         """After a roll call: what `layout` asks for, with the weights that living stages have of it, in a
@@ -143,8 +147,10 @@ class Pipeline:
             living = {}  # a group of mx.distributed cannot be joined twice
             self._ring = self.spec.ring()
         stay = [living.get(seat) for seat in layout.seats]
-        # Those that nobody buried yet, and those that have no part in it any more.
-        await _all(self._end(stage) for stage in list(self._started) if stage not in stay)
+        ending = {stage: self._end_soon(stage) for stage in self._started if stage not in stay}
+        # The node of a lost one may be gone for good; where it has no part, nobody needs its memory.
+        awaited = [task for one, task in ending.items() if one.lost is None or layout.uses(one.seat)]
+        await _all(asyncio.shield(task) for task in awaited)
         if like_before:
             # The RAM of new ones is empty; what is still queued of those before is of no use.
             fresh = {index for index, stage in enumerate(stay) if stage is None}
@@ -192,13 +198,21 @@ class Pipeline:
             self.events.put_nowait(event)
 
     async def _end_all(self) -> None:
+        await asyncio.gather(*self._ending.values())
         await asyncio.gather(*(stage.close() for stage in self._started))
         self._started, self.stages = [], []
+
+    def _end_soon(self, stage: StageClient) -> asyncio.Task[None]:
+        if stage not in self._ending:
+            task = asyncio.create_task(self._end(stage), name=f"stage-{stage.seat}-end")
+            self._ending[stage] = watched(task)
+        return self._ending[stage]
 
     async def _end(self, stage: StageClient) -> None:
         await stage.close(within_s=0.0)
         if stage in self._started:
             self._started.remove(stage)
+        self._ending.pop(stage, None)
 
     async def _start(self, index: int, progress: LoadProgress) -> StageClient:
         part = self.layout.parts[index]

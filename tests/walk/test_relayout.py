@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from omlx.cluster.local_actor import LocalActor, place_local
 from omlx.errors import NodesAway, PromptTooLong, RequestFailed
+from omlx.node.client import StageProcess
 from omlx.node.engine import Engine
 from omlx.node.layout import Layout, Part
 from omlx.node.sequence import Finish
@@ -181,6 +183,43 @@ def test_a_second_node_that_is_lost_while_the_first_is_made_good_is_made_good_to
             os.kill(before["b"], signal.SIGKILL)
             assert compare(folder, WANTED, await asyncio.gather(*tasks)) >= MOSTLY
             assert spans(opened) == [("a", 0, LAYERS)]
+
+    asyncio.run(walk())
+
+
+def test_a_host_that_is_off_cannot_say_that_its_stage_is_gone_and_is_not_waited_for(tiny: Tiny) -> None:
+    """Twenty answers stood still a second longer, for a node that had no part in them any more."""
+    folder, said = tiny("tiny-llama"), asyncio.Event()
+
+    class Off(LocalActor):
+        async def end(self, within_s: float) -> None:
+            await said.wait()
+            await super().end(within_s)
+
+    async def place(index: int, node: str) -> StageProcess:
+        placed = await place_local(index, node)
+        if node != "c":
+            return placed
+        return Off(placed.reader, placed.writer, placed.process, placed.host, placed.node)
+
+    async def elsewhere(before: Layout, gone: frozenset[str]) -> Layout:
+        return layout(("a", 0, 1), ("b", 1, LAYERS))
+
+    async def walk() -> None:
+        async with engine(folder, 3, nodes=THREE, place=place, relayout=elsewhere) as (opened, _):
+            tasks = await few(opened)
+            os.kill(pids(opened)["c"], signal.SIGKILL)
+            try:
+                async with asyncio.timeout(60):
+                    assert compare(folder, WANTED, await asyncio.gather(*tasks)) >= MOSTLY
+                back = layout(("a", 0, 1), ("b", 1, 2), ("c", 2, LAYERS))
+                opened.move(back)
+                await asyncio.sleep(0.3)
+                assert opened.recovering, "what is there of it may have the memory that is needed"
+            finally:
+                said.set()
+            await until(lambda: opened.pipeline.layout == back and not opened.recovering)
+            assert compare(folder, WANTED, await answers(opened, WANTED)) >= MOSTLY
 
     asyncio.run(walk())
 
