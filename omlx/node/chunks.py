@@ -56,7 +56,7 @@ class Budget:
             self.seconds = max(0.0, self.seconds - self.pace.added(size, prompt.prefix))
 
 
-def budget(
+def budget_of(
     pace: Pace, limits: Limits, prompts: Sequence[Prompt], rows: int, groups: int, swell: float
 ) -> Budget:
     """For chunks of one step, beside `rows` answers that are dealt into `groups`. swell: see `swelled`."""

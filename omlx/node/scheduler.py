@@ -13,10 +13,11 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 
 from omlx.errors import Full, OutOfStep
 from omlx.ids import BlockId, Epoch, PlanId, SeqId
-from omlx.node.chunks import Prompt, budget, deal, swelled
+from omlx.node.chunks import Prompt, budget_of, deal, swelled
 from omlx.node.following import leader, waits
 from omlx.node.limits import Limits
 from omlx.node.pacing import Pace
@@ -28,8 +29,9 @@ FIRST_EPOCH = Epoch(0)
 MOST_SUSPECTED = 3
 FETCHED_AHEAD = 4
 """Waiting requests whose prefixes are read from the SSD already."""
-WAITED_FOR = 2048
-"""Tokens, in all, of answers that a loss cut off: with more to compute, nobody waits for them."""
+WAITED_FOR, WAITED_S = 2048, 4.0
+"""Tokens, in all, of answers that a loss cut off: with more to compute, nobody waits for them. And how long
+they are waited for: a disk may be slow to give what is laid back, or the stages to compute."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class Scheduler:
     _next_seq: int = 0
     _next_plan: int = 0
     _turn: int = 0
+    _wait_until: float = inf
+    """For whom a loss cut off; on the clock of `prefixes`, from the first plan after it."""
     _swell: float = 0.0
     """What part of its time the latest chunk beside running answers had. A longer chunk than the one before
     is felt on every stage at once, so they grow to their length step by step."""
@@ -188,6 +192,7 @@ class Scheduler:
             self._restart(sequence)
         for sequence in self.running.values():
             sequence.cut_off = bool(sequence.answer)
+        self._wait_until = inf
         self.prefixes.rewind()
 
     def shrink(self) -> list[SeqId]:
@@ -339,12 +344,15 @@ class Scheduler:
         return [] if self._cut_off() else [s for s in self._active() if s.may_draw]
 
     def _cut_off(self) -> bool:
-        """Whether answers that a loss cut off are computed again, all of them by one or two more steps: those
-        that go on already wait, for each of their tokens would make the others' pause longer."""
+        """Whether short answers that a loss cut off are computed again: those that go on already wait, for
+        each of their tokens would make the others' pause longer."""
         late = [s.known - s.issued for s in self._active() if s.cut_off and not s.decodes]
         short = [left for left in late if left <= self.limits.step_tokens]
-        if sum(short) <= WAITED_FOR:
-            return bool(short)
+        if not short:
+            return False
+        self._wait_until = min(self._wait_until, self.prefixes.now + WAITED_S)
+        if sum(short) <= WAITED_FOR and self.prefixes.now <= self._wait_until:
+            return True
         for sequence in self.running.values():
             sequence.cut_off = False
         return False
@@ -361,8 +369,8 @@ class Scheduler:
         prompts = self._prompts()
         held_back = 0 if self.limits.mixes else 1
         left = [Prompt(s.issued, s.known - s.issued - held_back) for s in prompts]
-        most = budget(self.pace, self.limits, left, len(self._rows()), self.groups, self._swell)
-        sizes = deal(left, most, self.limits.step_tokens)
+        budget = budget_of(self.pace, self.limits, left, len(self._rows()), self.groups, self._swell)
+        sizes = deal(left, budget, self.limits.step_tokens)
         chunks = []
         for sequence, size in zip(prompts, sizes, strict=True):
             if size:

@@ -62,7 +62,7 @@ class Sequence:
     alone_until: int = 0
     """While it knows fewer tokens, it shares no plan with others."""
     cut_off: bool = False
-    """Whether a loss came while it answered, and it is not computed again yet."""
+    """Whether a loss came while it answered: until it is computed again, others may wait for it."""
     begun: bool = False
     """Whether it was looked for in what is kept, in this epoch."""
     looked_at: int = 0

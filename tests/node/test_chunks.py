@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from omlx.node.chunks import LEAST_UNMEASURED, Budget, Prompt, budget, deal
+from omlx.node.chunks import LEAST_UNMEASURED, Budget, Prompt, budget_of, deal
 from omlx.node.costs import StageCost
 from omlx.node.limits import Limits
 from omlx.node.pacing import LEAST_CHUNK, Pace
@@ -120,8 +120,8 @@ def test_of_several_stages_none_waits_for_all_prompts_on_the_one_before_it(stage
     """Nothing was measured after a loss, and the answers of all were computed again in one step: one stage
     after the other."""
     crowd = [Prompt(0, 50)] * 20
-    assert budget(Pace(), limits_of(stages), crowd, 0, 1, 0.0).tokens == tokens
+    assert budget_of(Pace(), limits_of(stages), crowd, 0, 1, 0.0).tokens == tokens
 
 
 def test_unmeasured_a_long_prompts_chunks_are_whole_steps_on_any_number_of_stages() -> None:
-    assert budget(Pace(), limits_of(4), [Prompt(0, 30_000)], 0, 1, 0.0).tokens == STEP
+    assert budget_of(Pace(), limits_of(4), [Prompt(0, 30_000)], 0, 1, 0.0).tokens == STEP

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from omlx.errors import Full, OutOfStep
-from omlx.ids import SeqId
+from omlx.ids import BlockId, SeqId
 from omlx.node.costs import StageCost
 from omlx.node.limits import Limits
 from omlx.node.pacing import Pace
-from omlx.node.scheduler import Scheduler
+from omlx.node.prefixes import Prefixes
+from omlx.node.scheduler import WAITED_S, Scheduler
 from omlx.node.sequence import Finish, Request
 from omlx.node.step import Sampled, SamplingParams, StepPlan, StepResult
 
@@ -271,6 +272,24 @@ def test_for_a_long_answer_and_for_too_many_nobody_waits(prompts: list[int], lat
     answering(scheduler, prompts)
     scheduler.rewind()
     assert drawn_before_all_are_computed(scheduler, late)
+
+
+def test_an_answer_that_a_slow_disk_holds_up_is_not_waited_for_longer_than_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Prefixes, "restore", lambda prefixes, sequence, alone: None)
+    scheduler = Scheduler(limits(places=2, mixes=True))
+    answering(scheduler, [9, 9])
+    scheduler.rewind()
+    fast, slow = scheduler.running.values()
+    slow.begun = True
+    slow.restoring.append(BlockId(b"x" * 16))  # whatever comes of it, it has not come
+    for now, drawn in ((0.0, [fast.id]), (WAITED_S, []), (WAITED_S + 0.1, [fast.id])):
+        scheduler.prefixes.now = now
+        plan = scheduler.next_plan()
+        assert ([piece.seq for piece in plan.slices if piece.sample] if plan else []) == drawn
+        if plan is not None:
+            scheduler.commit(result(plan))
 
 
 def test_nobody_waits_for_an_answer_that_gave_way_to_others() -> None:
